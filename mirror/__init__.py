@@ -1,0 +1,1 @@
+"""From a mirror port to transport data: sources, frames, TCP reassembly."""

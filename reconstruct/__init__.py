@@ -1,0 +1,1 @@
+"""From transport data to a model step: schedules, buckets, optimizer, shadow state."""
