@@ -1,0 +1,5 @@
+"""`python -m flowcheck`: the command line without the installed script."""
+
+from flowcheck.cli import main
+
+main()

@@ -1,0 +1,84 @@
+"""The daemon's options, and `--config FILE.toml`: defaults for them under their own names.
+
+    interface = ["mon0"]
+    store = "/var/lib/flowcheck"
+    every-steps = 50
+
+An option given on the command line wins.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from flowcheck.errors import BadConfig, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """The options of `flowcheck daemon`, under their own names."""
+
+    interfaces: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+    job: Path | None = None
+    listen: tuple[str, ...] = ()
+    store: Path | None = None
+    journal: Path | None = None
+    record: Path | None = None
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    keep: int = 3
+    observe: bool = False
+    ring_mib: int = 256
+    block_kib: int = 1024
+    landing_gib: float = 8.0
+    threads: int | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.interfaces) == bool(self.files):
+            raise UsageError("give either -i IFACE to capture or -r FILE to read a recording")
+        if self.observe and self.job is not None:
+            raise UsageError("--observe follows no job: leave out --job")
+        if self.files and not self.observe and self.job is None:
+            raise UsageError("-r needs --job FILE (the job that was recorded) or --observe")
+        if self.interfaces and self.job is not None:
+            raise UsageError("--job goes with -r: a live job attaches by itself")
+
+
+def load_config(path: Path, ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with what the file sets and the command line does not.
+
+    Raises BadConfig naming the file and the field: unreadable, not TOML, an unknown name, a value that does not fit.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadConfig(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{path}: not TOML: {error}") from error
+    known = {
+        name.lstrip("-"): parameter
+        for parameter in ctx.command.params
+        for name in parameter.opts
+        if name.startswith("--") and parameter.name != "config"
+    }
+    merged = dict(options)
+    for name, value in values.items():
+        if name not in known:
+            raise BadConfig(f"{path}: {name}: unknown option; known are {', '.join(sorted(known))}")
+        parameter = known[name]
+        assert parameter.name is not None
+        if ctx.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT:
+            continue
+        try:
+            merged[parameter.name] = parameter.type_cast_value(ctx, value)
+        except (click.BadParameter, TypeError, ValueError) as error:
+            raise BadConfig(f"{path}: {name}: {error}") from error
+    return merged

@@ -1,0 +1,111 @@
+"""One attached job on the checkpoint node: its description, its shadow state and how far it is proven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowcheck.description import JobDescription
+from flowcheck.snapshot import Snapshot
+from reconstruct.lr import Predictor
+from reconstruct.markers import Canary
+from reconstruct.shadow import Pin, Shadow
+from reconstruct.steps import StepTracker
+
+
+@dataclass(slots=True)
+class Job:
+    """A run's epoch: everything between one attach and the next.
+
+    The capture thread owns `tracker`, the apply thread writes the rest; readers take single fields or a pin.
+    """
+
+    run: str
+    epoch: int
+    description: JobDescription
+    shadow: Shadow
+    predictor: Predictor
+    exact: bool
+    reasons: list[str]
+    tracker: StepTracker | None = None
+    unconfirmed: set[int] = field(default_factory=set)  # steps applied without their marker
+    frozen: str | None = None  # why no further step will be applied
+    ended: bool = False  # the trainers attached again
+    suspect: str | None = None  # why the shadow's own step must not be handed out
+    job_step: int = 0  # newest step that the trainer is known to have done
+    lag_ms: float | None = None
+    persisted: int | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.run}/e{self.epoch}"
+
+    @property
+    def step(self) -> int:
+        return self.shadow.step
+
+    def snapshot(self, pin: Pin) -> Snapshot:
+        """The pinned step as a Snapshot; its tensors are valid while the pin is held."""
+        # Forward passes change buffers and gradients do not tell how, so only those of the attach are proven.
+        first = pin.step == self.description.step
+        return Snapshot(
+            self.description,
+            self.run,
+            self.epoch,
+            pin.step,
+            pin.step not in self.unconfirmed,
+            self.exact,
+            list(self.reasons),
+            [] if first else [buffer.name for buffer in self.description.buffers],
+            [dict(group) for group in pin.groups],
+            pin.tensors,
+        )
+
+    def contradiction(self, canaries: tuple[Canary, ...]) -> str | None:
+        """What the trainer's own parameter values say against the shadow's, after the same step.
+
+        Only an exact job must agree to the bit; elsewhere the kernels are known to differ in the last places.
+        """
+        if not self.exact:
+            return None
+        for canary in canaries:
+            if canary.value is None or canary.parameter >= len(self.description.parameters):
+                continue
+            parameter = self.description.parameters[canary.parameter]
+            if canary.element >= parameter.spec.numel:
+                continue
+            held = self.shadow.element(f"model/{parameter.name}", canary.element)
+            if held != canary.value:
+                return (
+                    f"element {canary.element} of {parameter.name} is {canary.value.hex()} in the trainer and "
+                    f"{held.hex()} here after step {self.step}: parameters changed outside the optimizer; attach again"
+                )
+        return None
+
+    def status(self) -> dict[str, Any]:
+        """This job's part of `flowcheck status`."""
+        tracker = self.tracker
+        reason = self.suspect or self.frozen
+        ahead = max(self.job_step, tracker.ahead if tracker is not None else 0)
+        return {
+            "run": self.run,
+            "epoch": self.epoch,
+            "step": self.step,
+            "confirmed": self.step not in self.unconfirmed,
+            "exact": self.exact,
+            "reasons": self.reasons,
+            "coverage": round(tracker.coverage, 6) if tracker is not None else 0.0,
+            "lag_ms": self.lag_ms,
+            "job_step": max(ahead, self.step),
+            "frozen": None if reason is None else _frozen(self.step, ahead, reason),
+            "holes": tracker.hole_bytes if tracker is not None else 0,
+            "memory_bytes": self.shadow.memory_bytes,
+            "copies": self.shadow.copies,
+            "persisted": self.persisted,
+            "world_size": self.description.world_size,
+        }
+
+
+def _frozen(step: int, ahead: int, reason: str) -> str:
+    where = f"frozen at {step}, job is ahead" if ahead > step else f"frozen at {step}"
+    return f"{where}: {reason}"

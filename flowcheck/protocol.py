@@ -1,0 +1,182 @@
+"""The messages between trainers, the daemon and its clients: ZeroMQ frames [JSON header, binary or none].
+
+Every header is {"v": 1, "type": ..., fields of that type}. `decode` checks it against `FIELDS` and names the
+field that does not fit; nothing is ever unpickled and every length has a limit, so a hostile peer costs a
+counter. Large things (a description, a snapshot's header, tensors) travel in chunks of at most `CHUNK` bytes
+under a window, so neither side queues more than `WINDOW` chunks.
+
+    attach-begin, attach-text ... -> attach-open; attach-chunk -> attach-credit; attach-commit -> attach-ack
+    marker (no reply); layout -> layout-ack
+    fetch-begin -> fetch-open; fetch-read -> fetch-data ...; fetch-end
+    status -> status-reply; ping -> pong; any of them -> error
+
+A marker's content is checked by `reconstruct.markers`, a layout's by `check_layout`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from flowcheck import errors
+from flowcheck.errors import FlowcheckError
+from flowcheck.values import DescriptionError, Reader, integer
+
+VERSION = 1
+
+CHUNK = 4 << 20
+WINDOW = 4
+MAX_HEADER = 2 << 20
+MAX_FRAME = CHUNK + (64 << 10)
+MAX_BLOB = 256 << 20
+MAX_KEY = 4096
+
+HEADER_KEY = "@header"
+"""The key under which a fetch reads the snapshot's header, before any tensor."""
+
+_SIZE = (1 << 62) - 1
+
+Check = Callable[[Reader, str], Any]
+
+
+def _whole(high: int, low: int = 0) -> Check:
+    return lambda reader, name: reader.integer(name, low, high)
+
+
+def _text(limit: int) -> Check:
+    return lambda reader, name: reader.text(name, limit)
+
+
+def _object(reader: Reader, name: str) -> dict[str, Any]:
+    value = reader.raw(name)
+    if not isinstance(value, dict):
+        raise reader.fail(name, "expected an object")
+    return value
+
+
+def _run_or_null(reader: Reader, name: str) -> str | None:
+    return None if reader.raw(name) is None else reader.text(name, 64)
+
+
+def _step(reader: Reader, name: str) -> int | None:
+    """`latest` becomes None."""
+    return None if reader.raw(name) == "latest" else reader.integer(name, 0, _SIZE)
+
+
+_RUN = _text(64)
+_COUNT = _whole(_SIZE)
+_SESSION = _whole(1 << 32)
+_DIGEST = _text(32)
+_NAMES = _text(MAX_KEY)
+
+FIELDS: dict[str, dict[str, Check]] = {
+    "ping": {},
+    "pong": {"version": _text(64)},
+    "status": {},
+    "status-reply": {"status": _object},
+    "error": {"kind": _text(64), "message": _text(4096)},
+    "attach-begin": {"bytes": _whole(MAX_BLOB, 2), "digest": _DIGEST},
+    "attach-text": {"offset": _COUNT},
+    "attach-open": {"session": _SESSION, "run": _RUN},
+    "attach-chunk": {"session": _SESSION, "key": _NAMES, "offset": _COUNT, "digest": _DIGEST},
+    "attach-credit": {"session": _SESSION, "bytes": _COUNT},
+    "attach-commit": {"session": _SESSION},
+    "attach-abort": {"session": _SESSION},
+    "attach-ack": {"session": _SESSION, "ack": _object},
+    "marker": {"run": _RUN, "epoch": _COUNT, "marker": _object},
+    "layout": {"run": _RUN, "epoch": _COUNT, "layout": _object},
+    "layout-ack": {},
+    "fetch-begin": {"run": _run_or_null, "step": _step},
+    "fetch-open": {"session": _SESSION, "bytes": _whole(MAX_BLOB)},
+    "fetch-read": {
+        "session": _SESSION,
+        "request": _COUNT,
+        "key": _NAMES,
+        "offset": _COUNT,
+        "length": _whole(CHUNK, 1),
+    },
+    "fetch-data": {"session": _SESSION, "request": _COUNT, "digest": _DIGEST},
+    "fetch-end": {"session": _SESSION},
+}
+
+BINARY = frozenset({"attach-text", "attach-chunk", "fetch-data"})
+"""The types that carry a binary frame after the header."""
+
+
+def encode(kind: str, /, **fields: Any) -> bytes:
+    """The header frame of a message of type `kind`."""
+    header = {"v": VERSION, "type": kind, **fields}
+    return json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+
+
+def decode(frame: bytes | memoryview, limit: int = MAX_HEADER) -> tuple[str, dict[str, Any]]:
+    """(type, checked fields) of a header frame; DescriptionError names what does not fit."""
+    if len(frame) > limit:
+        raise DescriptionError(f"message: a header of {len(frame)} bytes, at most {limit}")
+    try:
+        data = json.loads(bytes(frame))
+    except (ValueError, RecursionError):
+        raise DescriptionError("message: the header is not JSON") from None
+    reader = Reader(data, "message")
+    if reader.integer("v", 0, 1 << 30) != VERSION:
+        raise reader.fail("v", f"this flowcheck speaks version {VERSION}")
+    kind = reader.text("type", 64)
+    checks = FIELDS.get(kind)
+    if checks is None:
+        raise reader.fail("type", f"{kind!r} is unknown")
+    reader.path = kind
+    fields = {name: check(reader, name) for name, check in checks.items()}
+    reader.done()
+    return kind, fields
+
+
+def split(frames: list[Any], limit: int = MAX_HEADER) -> tuple[str, dict[str, Any], Any]:
+    """(type, fields, binary frame or None) of a whole message, frames given as buffers."""
+    if not 1 <= len(frames) <= 2:
+        raise DescriptionError(f"message: {len(frames)} frames, expected 1 or 2")
+    kind, fields = decode(frames[0], limit)
+    if (kind in BINARY) != (len(frames) == 2):
+        raise DescriptionError(f"{kind}: {len(frames)} frames")
+    data = frames[1] if len(frames) == 2 else None
+    if data is not None and len(data) > CHUNK:
+        raise DescriptionError(f"{kind}: {len(data)} bytes of data, at most {CHUNK}")
+    return kind, fields, data
+
+
+def check_layout(layout: dict[str, Any]) -> dict[str, Any]:
+    """A bucket layout as the trainer's DDP logged it: {"buckets": tuple of tuples of DDP indices,
+    "bucket_bytes"}.
+    """
+    reader = Reader(layout, "layout")
+    result = {
+        "buckets": tuple(reader.sequence("buckets", 1 << 18, _indices)),
+        "bucket_bytes": tuple(reader.sequence("bucket_bytes", 1 << 18, _size)),
+    }
+    reader.done()
+    if len(result["buckets"]) != len(result["bucket_bytes"]):
+        raise reader.fail("bucket_bytes", "not one size per bucket")
+    return result
+
+
+def error_fields(error: FlowcheckError) -> dict[str, str]:
+    """What an `error` message carries for `error`."""
+    return {"kind": type(error).__name__, "message": str(error)[:2000]}
+
+
+def raise_error(fields: dict[str, Any]) -> None:
+    """Raise the FlowcheckError that an `error` message stands for, with its exit status."""
+    kind = getattr(errors, fields["kind"], FlowcheckError)
+    if not (isinstance(kind, type) and issubclass(kind, FlowcheckError)):
+        kind = FlowcheckError
+    raise kind(fields["message"])
+
+
+def _size(value: Any, path: str) -> int:
+    return integer(value, path, 0, _SIZE)
+
+
+def _indices(value: Any, path: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > 1 << 18:
+        raise DescriptionError(f"{path}: expected a list of parameter indices")
+    return tuple(integer(item, path, 0, 1 << 18) for item in value)

@@ -1,0 +1,405 @@
+"""The daemon's control server: one ZeroMQ ROUTER and one thread for trainers, restoring clients and `status`.
+
+Nothing that a peer does stalls the loop: sends never wait, a client that does not read is served when it
+does and is cut after `fetch_idle` seconds, clients are served one chunk each in turn, and what may take long
+in the service (`begin_attach`, `commit`, `open`) runs on a second thread, one call at a time. All other
+service methods are called on the loop's thread and must return quickly. A malformed message is answered with
+an error, counted and forgotten.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from flowcheck import __version__, endpoints, protocol
+from flowcheck.errors import FlowcheckError
+from flowcheck.service import Revoked, Service
+from flowcheck.sessions import Fetch, Peer, Upload, digest
+
+log = logging.getLogger(__name__)
+
+MAX_FETCHES = 64
+MAX_UPLOADS = 8
+RETRY_S = 0.01
+"""How soon a client whose queue was full is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds: an upload or a fetch without progress, and a fetch altogether."""
+
+    attach_idle: float = 30.0
+    fetch_idle: float = 30.0
+    fetch_total: float = 3600.0
+
+
+class Server:
+    """Serves `service` on `addresses` from `start` to `close`; `endpoints` holds them with their real ports.
+
+    insecure: allow tcp addresses beyond loopback. keys: refused (BadConfig), as FLOWCHECK_KEYS is.
+    Raises UsageError, NoPermission or FlowcheckError when an endpoint cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        addresses: Sequence[str],
+        *,
+        insecure: bool = False,
+        keys: str | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        endpoints.check_keys(keys)
+        for address in addresses:
+            endpoints.check(address, insecure)
+        self.counters = {"messages": 0, "malformed": 0, "markers": 0, "cut": 0, "unsent": 0}
+        self._service = service
+        self._deadlines = deadlines or Deadlines()
+        self._peers: dict[bytes, Peer] = {}
+        self._turn: list[bytes] = []
+        self._numbers = 0
+        self._stopping = False
+        self._worker = ThreadPoolExecutor(1, "flowcheck-service")
+        self._done: list[Callable[[], None]] = []
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context = zmq.Context(1)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.set(
+            zmq.ROUTER_MANDATORY, 1
+        )  # an error for a full or vanished peer instead of a silent drop
+        self._router.set(zmq.LINGER, 200)
+        self._router.set(zmq.MAXMSGSIZE, protocol.MAX_FRAME)
+        self._router.set(zmq.SNDHWM, 4 * protocol.WINDOW)
+        self._router.set(zmq.RCVHWM, 4 * protocol.WINDOW)
+        try:
+            self.endpoints = [endpoints.bind(self._router, address) for address in addresses]
+        except BaseException:
+            self._release()
+            raise
+        self._thread = threading.Thread(target=self._run, name="flowcheck-server", daemon=True)
+
+    def start(self) -> Server:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End every session and close the sockets. Returns once the loop's thread has ended."""
+        self._stopping = True
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+        elif self._thread.ident is None:
+            self._release()
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The loop
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        try:
+            while not self._stopping:
+                poller.poll(self._timeout())
+                self._finish_work()
+                self._receive()
+                self._serve_fetches()
+                self._expire(time.monotonic())
+        finally:
+            self._worker.shutdown(wait=True)
+            self._finish_work()
+            for identity in list(self._peers):
+                self._end_upload(identity)
+                self._end_fetch(identity)
+            self._release()
+
+    def _release(self) -> None:
+        if not self._router.closed:
+            self._router.close()
+            self._context.term()
+            os.close(self._wake)
+
+    def _timeout(self) -> int:
+        waiting = [peer.fetch for peer in self._peers.values() if peer.fetch is not None and peer.fetch.queue]
+        if any(not fetch.blocked for fetch in waiting):
+            return 0
+        return int(RETRY_S * 1000) if waiting else 500
+
+    def _receive(self) -> None:
+        """Take what has arrived, a bounded number of messages, so that sends get their turn."""
+        for _ in range(64):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self.counters["messages"] += 1
+            identity = frames[0].bytes
+            try:
+                kind, fields, data = protocol.split([frame.buffer for frame in frames[1:]])
+            except FlowcheckError as error:
+                self._malformed(identity, error)
+                continue
+            try:
+                self._dispatch(identity, kind, fields, data)
+            except FlowcheckError as error:
+                self.counters["malformed"] += 1
+                self._fail(identity, kind, error)
+            except Exception as error:
+                log.exception("%s from a peer failed", kind)
+                self._fail(identity, kind, FlowcheckError(f"internal error in {kind}: {error}"))
+
+    def _malformed(self, identity: bytes, error: FlowcheckError) -> None:
+        self.counters["malformed"] += 1
+        self._send(identity, "error", **protocol.error_fields(error))
+
+    def _fail(self, identity: bytes, kind: str, error: FlowcheckError) -> None:
+        """Tell the peer, and end the conversation that the failed message belonged to."""
+        if kind.startswith("attach"):
+            self._end_upload(identity)
+        elif kind.startswith("fetch"):
+            self._end_fetch(identity)
+        if kind != "marker":  # a trainer reads no replies to markers
+            self._send(identity, "error", **protocol.error_fields(error))
+
+    def _dispatch(self, identity: bytes, kind: str, fields: dict[str, Any], data: Any) -> None:
+        if kind == "marker":
+            self.counters["markers"] += 1
+            self._service.marker(fields["run"], fields["epoch"], fields["marker"])
+        elif kind == "fetch-read":
+            self._fetch(identity, fields["session"]).ask(
+                fields["request"], fields["key"], fields["offset"], fields["length"], time.monotonic()
+            )
+        elif kind == "attach-chunk":
+            upload = self._upload(identity, fields["session"])
+            size = upload.chunk(fields["key"], fields["offset"], fields["digest"], data, time.monotonic())
+            self._send(identity, "attach-credit", session=upload.number, bytes=size)
+        elif kind == "status":
+            self._send(identity, "status-reply", status=self._service.status())
+        elif kind == "ping":
+            self._send(identity, "pong", version=__version__)
+        elif kind == "layout":
+            self._service.layout(fields["run"], fields["epoch"], fields["layout"])
+            self._send(identity, "layout-ack")
+        elif kind == "attach-begin":
+            self._attach_begin(identity, fields)
+        elif kind == "attach-text":
+            self._attach_text(identity, fields["offset"], data)
+        elif kind == "attach-commit":
+            self._attach_commit(identity, fields["session"])
+        elif kind == "attach-abort":
+            self._end_upload(identity)
+        elif kind == "fetch-begin":
+            self._fetch_begin(identity, fields["run"], fields["step"])
+        elif kind == "fetch-end":
+            self._end_fetch(identity)
+        else:
+            raise FlowcheckError(f"{kind}: only a server sends this")
+
+    # Attach
+
+    def _attach_begin(self, identity: bytes, fields: dict[str, Any]) -> None:
+        self._end_upload(identity)
+        if sum(peer.upload is not None for peer in self._peers.values()) >= MAX_UPLOADS:
+            raise FlowcheckError(f"{MAX_UPLOADS} other jobs are attaching: try again in a minute")
+        upload = Upload(self._number(), fields["bytes"], fields["digest"], time.monotonic())
+        self._peer(identity).upload = upload
+
+    def _attach_text(self, identity: bytes, offset: int, data: Any) -> None:
+        upload = self._upload(identity, None)
+        description = upload.text(offset, data, time.monotonic())
+        if description is None:
+            return
+
+        def opened(session: Any) -> None:
+            if self._peer(identity).upload is not upload:
+                session.abort()
+                return
+            upload.session, upload.active = session, time.monotonic()
+            self._send(identity, "attach-open", session=upload.number, run=description.run)
+
+        self._later(identity, "attach-begin", lambda: self._service.begin_attach(description), opened)
+
+    def _attach_commit(self, identity: bytes, number: int) -> None:
+        upload = self._upload(identity, number)
+        session = upload.ready()
+        upload.session = None  # from here on the second thread owns it
+
+        def commit() -> dict[str, Any]:
+            try:
+                return session.commit()
+            except BaseException:
+                session.abort()
+                raise
+
+        def committed(ack: dict[str, Any]) -> None:
+            if self._peer(identity).upload is upload:
+                self._peer(identity).upload = None
+            self._send(identity, "attach-ack", session=number, ack=ack)
+
+        self._later(identity, "attach-commit", commit, committed)
+
+    def _upload(self, identity: bytes, number: int | None) -> Upload:
+        peer = self._peers.get(identity)
+        if peer is None or peer.upload is None or number not in (None, peer.upload.number):
+            raise FlowcheckError(
+                "no attach is open here (it may have been given up after a pause): attach again"
+            )
+        return peer.upload
+
+    def _end_upload(self, identity: bytes) -> None:
+        peer = self._peers.get(identity)
+        if peer is None or peer.upload is None:
+            return
+        upload, peer.upload = peer.upload, None
+        if upload.session is not None:
+            upload.session.abort()
+
+    # Fetch
+
+    def _fetch_begin(self, identity: bytes, run: str | None, step: int | None) -> None:
+        self._end_fetch(identity)
+        if self._peer(identity).work is not None:
+            raise FlowcheckError("fetch-begin: an earlier request of this client is still being answered")
+        if sum(peer.fetch is not None for peer in self._peers.values()) >= MAX_FETCHES:
+            raise FlowcheckError(f"{MAX_FETCHES} clients are being served: try again later")
+
+        def opened(session: Any) -> None:
+            try:
+                fetch = Fetch.open(self._number(), session, time.monotonic())
+            except BaseException:
+                session.close()
+                raise
+            self._peer(identity).fetch = fetch
+            self._turn.append(identity)
+            if not self._send(identity, "fetch-open", session=fetch.number, bytes=len(fetch.header)):
+                self._end_fetch(identity)
+
+        self._later(identity, "fetch-begin", lambda: self._service.open(run, step), opened)
+
+    def _fetch(self, identity: bytes, number: int) -> Fetch:
+        peer = self._peers.get(identity)
+        if peer is None or peer.fetch is None or peer.fetch.number != number:
+            raise Revoked("this fetch has ended, it was too slow or its step is no longer held: ask again")
+        return peer.fetch
+
+    def _end_fetch(self, identity: bytes) -> None:
+        peer = self._peers.get(identity)
+        if peer is None or peer.fetch is None:
+            return
+        fetch, peer.fetch = peer.fetch, None
+        self._turn.remove(identity)
+        fetch.session.close()
+
+    def _serve_fetches(self) -> None:
+        """One chunk for every client that asked for one; the order rotates."""
+        for identity in list(self._turn):
+            fetch = self._peers[identity].fetch
+            if fetch is None or not fetch.queue:
+                continue
+            try:
+                request, data = fetch.read()
+                header = {"session": fetch.number, "request": request, "digest": digest(data)}
+                if self._send(identity, "fetch-data", data, **header):
+                    fetch.sent(time.monotonic())
+                else:
+                    fetch.blocked = True
+            except FlowcheckError as error:
+                self._fail(identity, "fetch-read", error)
+            except Exception as error:
+                log.exception("reading a step failed")
+                self._fail(identity, "fetch-read", FlowcheckError(f"internal error in fetch-read: {error}"))
+        if self._turn:
+            self._turn.append(self._turn.pop(0))
+
+    # Deadlines, work on the second thread, sending
+
+    def _expire(self, now: float) -> None:
+        limits = self._deadlines
+        for identity, peer in list(self._peers.items()):
+            upload, fetch = peer.upload, peer.fetch
+            if upload is not None and peer.work is None and now - upload.active > limits.attach_idle:
+                self._cut(identity, "attach", f"nothing arrived for {limits.attach_idle:g} s")
+            if fetch is not None and now - fetch.active > limits.fetch_idle:
+                self._cut(identity, "fetch", f"nothing was read for {limits.fetch_idle:g} s")
+            elif fetch is not None and now - fetch.started > limits.fetch_total:
+                self._cut(identity, "fetch", f"it took more than {limits.fetch_total:g} s")
+            if peer.upload is None and peer.fetch is None and peer.work is None:
+                del self._peers[identity]
+
+    def _cut(self, identity: bytes, kind: str, why: str) -> None:
+        self.counters["cut"] += 1
+        self._fail(identity, kind, Revoked(f"the {kind} was cut: {why}"))
+
+    def _later(
+        self, identity: bytes, kind: str, call: Callable[[], Any], then: Callable[[Any], None]
+    ) -> None:
+        """Run `call` on the second thread, then `then(result)` on the loop's; errors go to the peer."""
+        peer = self._peer(identity)
+        if peer.work is not None:
+            raise FlowcheckError(f"{kind}: an earlier request of this client is still being answered")
+        work = self._worker.submit(call)
+        peer.work = work
+
+        def finish() -> None:
+            peer.work = None
+            try:
+                then(work.result())
+            except FlowcheckError as error:
+                self._fail(identity, kind, error)
+            except Exception as error:
+                log.exception("%s failed", kind)
+                self._fail(identity, kind, FlowcheckError(f"internal error in {kind}: {error}"))
+
+        def wake(_: Future[Any]) -> None:
+            self._done.append(finish)
+            os.eventfd_write(self._wake, 1)
+
+        work.add_done_callback(wake)
+
+    def _finish_work(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+        while self._done:
+            self._done.pop(0)()
+
+    def _send(self, identity: bytes, kind: str, data: Any = None, /, **fields: Any) -> bool:
+        """Send without waiting. False if the peer's queue is full; a vanished peer loses its sessions."""
+        frames = [identity, protocol.encode(kind, **fields)]
+        if data is not None:
+            frames.append(data)
+        try:
+            self._router.send_multipart(frames, zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            self.counters["unsent"] += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._end_upload(identity)
+            self._end_fetch(identity)
+            return False
+        return True
+
+    def _peer(self, identity: bytes) -> Peer:
+        return self._peers.setdefault(identity, Peer())
+
+    def _number(self) -> int:
+        self._numbers = self._numbers % (1 << 31) + 1
+        return self._numbers

@@ -1,0 +1,138 @@
+"""The two conversations that the control server keeps state for: an attach's upload and a client's fetch.
+
+Sans-IO: they take checked messages and a time in seconds, and raise FlowcheckError for what does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from flowcheck.description import DescriptionError, JobDescription, TensorSpec
+from flowcheck.errors import FlowcheckError
+from flowcheck.protocol import CHUNK, HEADER_KEY, MAX_BLOB, WINDOW
+from flowcheck.service import AttachSession, FetchSession
+
+
+def digest(data: Any) -> str:
+    """The checksum of one chunk, as messages carry it: XXH3, 64 bits, hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+class Upload:
+    """One attach: the description's text, then every tensor in `JobDescription.tensors` order, gapless."""
+
+    def __init__(self, number: int, nbytes: int, text_digest: str, now: float) -> None:
+        self.number = number
+        self.active = now
+        self.session: AttachSession | None = None
+        self.committing = False
+        self._expected = nbytes
+        self._digest = text_digest
+        self._text = bytearray()
+        self._rest: deque[tuple[str, TensorSpec]] = deque()
+        self._offset = 0
+
+    def text(self, offset: int, data: Any, now: float) -> JobDescription | None:
+        """Take a part of the description's text; returns the description once it is whole."""
+        if self.session is not None or offset != len(self._text) or offset + len(data) > self._expected:
+            raise DescriptionError(f"attach-text.offset: {offset} with {len(data)} bytes is out of order")
+        self._text += data
+        self.active = now
+        if len(self._text) < self._expected:
+            return None
+        text, self._text = self._text, bytearray()
+        if digest(text) != self._digest:
+            raise DescriptionError("attach-text: the description's checksum differs")
+        description = JobDescription.from_json(text)
+        self._rest.extend((key, spec) for key, spec in description.tensors() if spec.nbytes)
+        return description
+
+    def chunk(self, key: str, offset: int, checksum: str, data: Any, now: float) -> int:
+        """Pass on one chunk; returns its size. A chunk that is out of place or damaged ends the attach."""
+        if self.session is None or self.committing or not self._rest:
+            raise DescriptionError(f"attach-chunk: {key!r:.200} is not expected now")
+        expected, spec = self._rest[0]
+        end = offset + len(data)
+        if key != expected or offset != self._offset or not len(data) or end > spec.nbytes:
+            raise DescriptionError(
+                f"attach-chunk: {key!r:.200} at {offset} with {len(data)} bytes, "
+                f"expected {expected!r} at {self._offset}"
+            )
+        if digest(data) != checksum:
+            raise DescriptionError(f"attach-chunk: the checksum of {key!r} at {offset} differs")
+        self.session.chunk(key, offset, memoryview(data))
+        self._offset = end
+        if end == spec.nbytes:
+            self._rest.popleft()
+            self._offset = 0
+        self.active = now
+        return len(data)
+
+    def ready(self) -> AttachSession:
+        """The session to commit, once every byte has arrived."""
+        if self.session is None or self.committing:
+            raise DescriptionError("attach-commit: no upload is open")
+        if self._rest:
+            raise DescriptionError(
+                f"attach-commit: {len(self._rest)} tensors are missing, first {self._rest[0][0]}"
+            )
+        self.committing = True
+        return self.session
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One client's reading of one step; requests wait in `queue`, at most `WINDOW` of them."""
+
+    number: int
+    session: FetchSession
+    header: bytes
+    sizes: dict[str, int]
+    started: float
+    active: float
+    queue: deque[tuple[int, str, int, int]] = field(default_factory=deque)
+    blocked: bool = False
+
+    @classmethod
+    def open(cls, number: int, session: FetchSession, now: float) -> Fetch:
+        header = json.dumps(session.header, separators=(",", ":"), allow_nan=False).encode()
+        if len(header) > MAX_BLOB:
+            raise FlowcheckError(f"the step's header has {len(header)} bytes, at most {MAX_BLOB} can be sent")
+        sizes = {key: TensorSpec.from_json(spec).nbytes for key, spec in session.header["tensors"]}
+        return cls(number, session, header, {**sizes, HEADER_KEY: len(header)}, now, now)
+
+    def ask(self, request: int, key: str, offset: int, length: int, now: float) -> None:
+        """Queue a read. A client that asks beyond its window breaks the protocol."""
+        if len(self.queue) >= WINDOW:
+            raise DescriptionError(f"fetch-read: more than {WINDOW} requests at a time")
+        if length > CHUNK or offset + length > self.sizes.get(key, -1):
+            raise DescriptionError(f"fetch-read: {key!r:.200} has no {length} bytes at {offset}")
+        self.queue.append((request, key, offset, length))
+        self.active = now
+
+    def read(self) -> tuple[int, memoryview]:
+        """(request, data) of the request at the head of the queue, which stays there until it is sent."""
+        request, key, offset, length = self.queue[0]
+        if key == HEADER_KEY:
+            return request, memoryview(self.header)[offset : offset + length]
+        return request, self.session.read(key, offset, length)
+
+    def sent(self, now: float) -> None:
+        self.queue.popleft()
+        self.blocked = False
+        self.active = now
+
+
+@dataclass(slots=True)
+class Peer:
+    """What one connected client has open."""
+
+    upload: Upload | None = None
+    fetch: Fetch | None = None
+    work: Future[Any] | None = None

@@ -1,0 +1,46 @@
+"""One whole step of training state, as it passes from the shadow to the store, the server and the CLI.
+
+Tensor keys (the same in memory, in the job file and on the wire):
+
+* ``model/<parameter name>``
+* ``buffer/<buffer name>``
+* ``optimizer/<parameter name>/<state key>`` with the state keys ``step``, ``exp_avg``, ``exp_avg_sq``,
+  ``max_exp_avg_sq`` and ``momentum_buffer``
+
+This module imports neither torch nor numba: ``status`` and ``verify`` use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flowcheck.description import JobDescription, TensorSpec
+
+
+@dataclass
+class Snapshot:
+    """The state after optimizer step ``step``, whole: never a mix of two steps."""
+
+    description: JobDescription
+    run: str
+    epoch: int
+    step: int
+    confirmed: bool
+    exact: bool
+    reasons: list[str] = field(default_factory=list)
+    """Why ``exact`` is false; empty when it is true."""
+    not_covered: list[str] = field(default_factory=list)
+    """Names of buffers whose bytes are not proven to be those of this step."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Every field of every parameter group, with the values that were in force in this step."""
+    tensors: dict[str, tuple[TensorSpec, np.ndarray]] = field(default_factory=dict)
+    """Key -> spec and uint8[nbytes], the tensor's bytes in memory order. May be a view of the shadow's
+    arena: then it is valid only while the shadow's pin is held."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(int(data.nbytes) for _, data in self.tensors.values())

@@ -1,0 +1,201 @@
+"""Rank 0's step marker: what runs after every optimizer step, a few microseconds and never a wait.
+
+A marker says which step is done, c10d's sequence number (the tag of the next collective), the param groups' fields
+if they changed, and canaries: single elements of gradients and parameters after the step, read straight from CPU
+memory. The daemon takes no value from it; it learns where a step ends, and that its own values are the trainer's.
+`reconstruct.markers` defines the form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from flowcheck.connection import Connection
+from flowcheck.describe import Live
+from flowcheck.description import DescriptionError, encode_value
+from flowcheck.upload import checksums
+
+USUAL_CANARIES = 2
+MANY_CANARIES = 8
+TRIES = 3
+"""Elements looked at per canary before a zero gradient is taken: a zero says nothing about scaling."""
+
+MULTIPLIER, INCREMENT = 6364136223846793005, 1442695040888963407  # Knuth's MMIX generator
+MASK = (1 << 64) - 1
+
+
+class StepMarker:
+    """Post-step hook of the optimizer. `changed_since_attach` is its one-time check before the first step."""
+
+    def __init__(
+        self, connection: Connection, run: str, epoch: int, step: int, sequence: int, live: Live, optimizer: Any
+    ) -> None:
+        self.step = step
+        self.dropped = 0  # markers that found the queue full
+        self.problem: str | None = None
+        self._connection = connection
+        self._model: DistributedDataParallel = live.model
+        self._group: Any = live.model.process_group
+        self._sequence = sequence
+        self._usual = -1  # collectives of the last step
+        head = {"v": 1, "type": "marker", "run": run, "epoch": epoch}
+        self._head = json.dumps(head)[:-1] + ',"marker":{"step":'
+        self._fields = _Fields(optimizer)
+        self._version = 0
+        self._unsent = False  # a marker with changed fields was dropped: the next one repeats them
+        # Gradients and parameters of CPU models can be read without a copy or a synchronisation.
+        self._sampled = [
+            (number, parameter, parameter.numel(), parameter.element_size(), parameter.stride())
+            for number, (spec, parameter) in enumerate(zip(live.parameter_specs, live.parameters, strict=True))
+            if spec.index is not None and parameter.device.type == "cpu" and parameter.numel()
+        ]
+        self._reduced = [
+            (spec.name, parameter)
+            for spec, parameter in zip(live.parameter_specs, live.parameters, strict=True)
+            if spec.index is not None
+        ]
+        self._sums: dict[str, int] | None = checksums(_state(live.tensors))
+        self._tensors: dict[str, torch.Tensor] = _state(live.tensors)
+
+    def changed_since_attach(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Pre-step hook for the first step: was anything changed since it was uploaded? Frees what it needed."""
+        if self._sums is None:
+            return
+        now = checksums(self._tensors)
+        changed = [key.partition("/")[2] for key, value in self._sums.items() if now[key] != value]
+        self._sums, self._tensors = None, {}
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            self.report(f"changed between attach and the first step: {', '.join(changed[:3])}{more}; attach after that")
+        missing = [name for name, parameter in self._reduced if parameter.grad is None]
+        if missing:
+            self.report(f"{missing[0]} has no gradient: parameters that a step does not use are not supported")
+
+    def report(self, problem: str) -> None:
+        """Something that ends the following of this job; every further marker says so."""
+        if self.problem is None:
+            self.problem = problem[:1000]
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.step += 1
+        sequence = self._group._get_sequence_number_for_group()
+        if self._fields.changed(optimizer):
+            self._version += 1
+            self._unsent = True
+        model = self._model
+        if model._comm_hooks:
+            self.report("a communication hook was registered after attach")
+        if model._join_config.enable:
+            self.report("DDP's join() is active: uneven inputs are not supported")
+        collectives, self._sequence = sequence - self._sequence, sequence
+        count = USUAL_CANARIES if collectives == self._usual else MANY_CANARIES
+        self._usual = collectives
+        canaries = self._canaries(count) if self._sampled else ""
+        groups = "null"
+        if self._unsent:
+            try:
+                groups = self._fields.text()
+            except DescriptionError as error:
+                self.report(str(error))
+        problem = self._fields.problem or self.problem
+        frame = (
+            f'{self._head}{self.step},"sequence":{sequence},"version":{self._version},"groups":{groups},'
+            f'"canaries":[{canaries}],"problem":{"null" if problem is None else json.dumps(problem)}}}}}'
+        )
+        if self._connection.post(frame.encode()):
+            self._unsent = False
+        else:
+            self.dropped += 1
+
+    def _canaries(self, count: int) -> str:
+        """`count` elements of as many parameters: [parameter, element, gradient bits, parameter bits] as JSON."""
+        sampled = self._sampled
+        count = min(count, len(sampled))
+        state = (self.step * MULTIPLIER + INCREMENT) & MASK
+        start, apart = (state >> 33) % len(sampled), max(1, len(sampled) // count)
+        parts = []
+        for k in range(count):
+            number, parameter, numel, itemsize, stride = sampled[(start + k * apart) % len(sampled)]
+            gradient = parameter.grad
+            if gradient is None:
+                self.report("a parameter had no gradient in a step: skipped parameters are not supported")
+                continue
+            # Only where gradient and parameter lie in memory in the same order is an element the same in both.
+            base = gradient.data_ptr() if gradient.stride() == stride else 0
+            bits = "null"
+            for _ in range(TRIES):
+                state = (state * MULTIPLIER + INCREMENT) & MASK
+                element = (state >> 20) % numel
+                if not base:
+                    break
+                raw = ctypes.string_at(base + element * itemsize, itemsize)
+                bits = f'"{raw.hex()}"'
+                if any(raw):
+                    break
+            value = ctypes.string_at(parameter.data_ptr() + element * itemsize, itemsize).hex()
+            parts.append(f'[{number},{element},{bits},"{value}"]')
+        return ",".join(parts)
+
+
+class _Fields:
+    """The param groups' fields as last seen, and their JSON, of which only what changed is written again."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.problem: str | None = None
+        count = len(optimizer.param_groups)
+        self._keys: list[list[str]] = [[] for _ in range(count)]
+        self._values: list[list[Any]] = [[] for _ in range(count)]
+        self._parts: list[dict[str, str | None]] = [{} for _ in range(count)]  # None: to be written
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self.changed(optimizer)
+
+    def changed(self, optimizer: Any) -> bool:
+        """Whether a field differs from the last call."""
+        groups = optimizer.param_groups
+        if len(groups) != len(self._keys):
+            self.problem = "param groups were added or removed after attach: attach again"
+            return False
+        found = False
+        for i, group in enumerate(groups):
+            if len(group["params"]) != self._sizes[i]:
+                self.problem = f"the parameters of param group {i} changed after attach: attach again"
+            keys = self._keys[i]
+            if len(group) != len(keys) + 1:
+                keys = self._keys[i] = [key for key in group if key != "params"]
+                self._values[i] = []
+            values = [group.get(key) for key in keys]
+            if values != self._values[i]:
+                self._note(i, keys, values)
+                found = True
+        return found
+
+    def _note(self, i: int, keys: list[str], values: list[Any]) -> None:
+        old = dict(zip(keys, self._values[i], strict=True)) if self._values[i] else {}
+        parts = {key: self._parts[i].get(key) for key in keys}
+        for key, value in zip(keys, values, strict=True):
+            if key not in old or value != old[key]:
+                parts[key] = None
+        self._parts[i] = parts
+        # Lists are copied: one that is changed in place must not compare equal to itself.
+        self._values[i] = [list(value) if type(value) is list else value for value in values]
+
+    def text(self) -> str:
+        """Every field of every group as the JSON of a marker. DescriptionError for one that has none."""
+        written = []
+        for i, parts in enumerate(self._parts):
+            for key, value in zip(self._keys[i], self._values[i], strict=True):
+                if parts[key] is None:
+                    encoded = encode_value(value, f"param group {i}.{key}")
+                    parts[key] = f"{json.dumps(key)}:{json.dumps(encoded, allow_nan=False)}"
+            written.append(f"{{{','.join(part or '' for part in parts.values())}}}")
+        return f"[{','.join(written)}]"
+
+
+def _state(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters and optimizer state; buffers may change in every forward pass."""
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith("buffer/")}

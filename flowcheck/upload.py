@@ -1,0 +1,90 @@
+"""Rank 0's side of an attach: the description and every tensor to the daemon, in bounded chunks.
+
+At most `WINDOW` chunks are on the way; the daemon's credits open the window again. CUDA tensors are copied chunk by
+chunk, so an upload needs no second copy of the model on either side.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowcheck.connection import Connection
+from flowcheck.describe import memory_view
+from flowcheck.description import JobDescription
+from flowcheck.errors import FlowcheckError
+from flowcheck.protocol import CHUNK, WINDOW
+from flowcheck.sessions import digest
+
+STALL_S = 30.0
+"""Without any answer for so long, an upload is given up."""
+COMMIT_S = 120.0
+"""How long the daemon may take to open an epoch: it may write the job file first."""
+
+
+def upload(
+    connection: Connection, description: JobDescription, tensors: dict[str, torch.Tensor], limit_s: float
+) -> dict[str, Any]:
+    """Attach: returns the daemon's ack {"run", "epoch", "exact", "reasons", ...}.
+
+    tensors: by key, in the order of `description.tensors()`. Raises the daemon's refusal, or Unreachable when it
+    falls silent, or FlowcheckError after `limit_s` seconds altogether.
+    """
+    deadline = time.monotonic() + limit_s
+    text = json.dumps(description.to_json(), separators=(",", ":"), allow_nan=False).encode()
+    connection.send("attach-begin", bytes=len(text), digest=digest(text))
+    for offset in range(0, len(text), CHUNK):
+        connection.send("attach-text", text[offset : offset + CHUNK], offset=offset)
+    session = connection.receive("attach-open", timeout=COMMIT_S)[1]["session"]
+    waiting = 0
+    for key, offset, data in _chunks(tensors):
+        if time.monotonic() > deadline:
+            raise FlowcheckError(f"the upload took more than {limit_s:g} s: is the network to the daemon slow?")
+        if waiting == WINDOW:
+            connection.receive("attach-credit", timeout=STALL_S)
+            waiting -= 1
+        checksum = digest(data)
+        connection.send("attach-chunk", data, STALL_S, session=session, key=key, offset=offset, digest=checksum)
+        waiting += 1
+    for _ in range(waiting):
+        connection.receive("attach-credit", timeout=STALL_S)
+    connection.send("attach-commit", session=session)
+    ack: dict[str, Any] = connection.receive("attach-ack", timeout=COMMIT_S)[1]["ack"]
+    return ack
+
+
+def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(key, byte offset, bytes) of every tensor, in memory order."""
+    for key, tensor in tensors.items():
+        if tensor.numel() == 0:
+            continue
+        flat = memory_view(tensor).view(torch.uint8)
+        for offset in range(0, flat.numel(), CHUNK):
+            yield key, offset, flat[offset : offset + CHUNK].cpu().numpy()
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a dense tensor's bytes in words of 8 where they are aligned, int64 on the tensor's device."""
+    flat = memory_view(tensor).view(torch.uint8)
+    whole = flat.numel() & ~7 if flat.storage_offset() % 8 == 0 else 0
+    words = flat[:whole].view(torch.int64).sum()
+    return words + flat[whole:].sum(dtype=torch.int64)
+
+
+def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """`checksum` of every tensor, with one synchronisation per device."""
+    sums = {key: checksum(tensor) for key, tensor in tensors.items()}
+    if not sums:
+        return {}
+    by_device: dict[torch.device, list[str]] = {}
+    for key, value in sums.items():
+        by_device.setdefault(value.device, []).append(key)
+    result: dict[str, int] = {}
+    for keys in by_device.values():
+        result.update(zip(keys, torch.stack([sums[key] for key in keys]).tolist(), strict=True))
+    return result

@@ -1,0 +1,57 @@
+"""Spans: what TCP reassembly hands on, a struct of arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+__all__ = ["CLOSE", "CONFLICT", "DATA", "DUPLICATE", "HOLE", "KIND_NAMES", "OPEN", "Spans"]
+
+DATA, HOLE, DUPLICATE, OPEN, CLOSE, CONFLICT = range(6)
+KIND_NAMES = ("data", "hole", "duplicate", "open", "close", "conflict")
+
+
+@dataclass(slots=True, eq=False)
+class Spans:
+    """`n` spans in the order in which they must be taken; entries beyond `n` are garbage.
+
+    The arrays are reused: they, and the bytes that `addr` points at, are valid until the next feed, flush or
+    expire call of the reassembler and while the block that was fed is not released.
+
+    DATA: the range offset, length of the stream, in order and gapless (offset is the end of the flow's DATA or
+        HOLE before it); its bytes are at addr.
+    HOLE: the next range of the stream, bytes that were never captured.
+    DUPLICATE: bytes, at addr, of a range before the end of what was delivered: for comparison by a consumer that
+        still has the first copy. Where it had a HOLE they are late bytes of that hole.
+    OPEN: the flow id begins a new stream at offset 0, and whatever was known of the id before is over.
+        length 1: the start of the connection is known; 0: it is not, offset 0 is the first byte seen.
+    CLOSE: offset is the end of the stream, nothing but DUPLICATE follows.
+        length 0: FIN; 1: RST, or the flow's place was taken by a new connection.
+    CONFLICT: a range inside the DATA just delivered of which two differing copies were captured; the first one was
+        delivered, which of them is right is not known.
+    """
+
+    flow: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """int32: flow id, see `mirror.flows.Flows`."""
+    kind: np.ndarray = field(default_factory=lambda: np.empty(0, np.int8))
+    """int8: DATA, HOLE, DUPLICATE, OPEN, CLOSE, CONFLICT."""
+    offset: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64: offset in the stream; 0 is the first byte after SYN, or the first byte seen."""
+    addr: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64: absolute address of the bytes of DATA and DUPLICATE, else 0."""
+    length: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64: bytes, or the flag of OPEN and CLOSE."""
+    ts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64: capture time of the frame that carried the bytes, ns since the epoch; of HOLE: when given up."""
+    n: int = 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` spans; what the arrays held is lost."""
+        if capacity <= self.flow.size:
+            return
+        for name in ("flow", "kind", "offset", "addr", "length", "ts"):
+            setattr(self, name, np.empty(capacity, getattr(self, name).dtype))

@@ -1,0 +1,191 @@
+"""Hyper-parameters of a step whose marker never came.
+
+The learning rate is on no wire. The step marker carries what changed; where a marker is lost, torch's own
+schedulers can be run again here, on stand-in param groups, if the attach described the scheduler: they are
+pure functions of their state. A prediction assumes that the job calls `scheduler.step()` once after every
+optimizer step. Every marker that does come is compared with it, and the first contradiction ends all
+predicting: from then on the answer is "unknown", never a guess.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from flowcheck.description import JobDescription
+
+SCHEDULERS = (
+    "StepLR",
+    "MultiStepLR",
+    "ConstantLR",
+    "LinearLR",
+    "ExponentialLR",
+    "CosineAnnealingLR",
+    "PolynomialLR",
+    "OneCycleLR",
+    "CosineAnnealingWarmRestarts",
+    "SequentialLR",
+    "ChainedScheduler",
+)
+"""Schedulers whose next value follows from their own attributes and the param groups alone."""
+
+MAX_AHEAD = 1_000_000
+"""Steps that one question may lie ahead of the one before: each costs a call of the scheduler."""
+
+MAX_ANSWERS = 256
+"""Answers kept, so that a marker that comes late does not start the replay again."""
+
+NESTED = "_schedulers"
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
+    """{"class", "state"} of a torch scheduler as JSON-able values, or None when it cannot be replayed.
+
+    Only the very classes of `SCHEDULERS` count: a subclass may compute anything, and so may LambdaLR.
+    """
+    import torch
+
+    name = type(scheduler).__name__
+    if name not in SCHEDULERS or type(scheduler) is not getattr(torch.optim.lr_scheduler, name):
+        return None
+    state: dict[str, Any] = {}
+    for key, value in vars(scheduler).items():
+        if key == "optimizer":
+            continue
+        if key == NESTED:
+            nested = [scheduler_state(inner) for inner in value]
+            if None in nested:
+                return None
+            state[key] = nested
+        elif isinstance(value, Counter):
+            state[key] = sorted([item, count] for item, count in value.items())
+        else:
+            try:
+                state[key] = _plain(value)
+            except TypeError:
+                return None
+    return {"class": name, "state": state}
+
+
+class Predictor:
+    """Hyper-parameters in force at each step after the attach, as far as they follow from the description."""
+
+    def __init__(self, description: JobDescription) -> None:
+        self.reason = ""
+        """Why nothing is predicted any more; empty while predictions are made."""
+        self._first = description.step + 1
+        self._start = [dict(group.fields) for group in description.optimizer.groups]
+        self._described = description.scheduler
+        self._answers: dict[int, list[dict[str, Any]]] = {}
+        self._restart()
+
+    def fields(self, step: int) -> list[dict[str, Any]] | None:
+        """Every field of every param group in force in optimizer step `step`, or None: unknown."""
+        if self.reason or step < self._first:
+            return None
+        if step in self._answers:
+            return copy.deepcopy(self._answers[step])
+        if step < self._step:
+            self._restart()
+        if step - self._step > MAX_AHEAD:
+            return None
+        if self._scheduler is None:
+            return copy.deepcopy(self._groups)
+        while self._step < step:
+            try:
+                self._scheduler.step()
+            except Exception as error:
+                # A scheduler at its end (OneCycleLR) or a state that does not fit its class.
+                self._stop(f"step {self._step + 1}: the scheduler cannot go on: {error}")
+                return None
+            self._step += 1
+        self._answers[step] = copy.deepcopy(self._groups)
+        if len(self._answers) > MAX_ANSWERS:
+            del self._answers[next(iter(self._answers))]
+        return copy.deepcopy(self._groups)
+
+    def observe(self, step: int, fields: list[dict[str, Any]]) -> bool:
+        """Compare with a marker's truth: all fields of all groups in force in step `step`.
+
+        False when they contradict the prediction: then nothing is predicted any more, and steps that were
+        predicted since the last agreeing marker are in doubt.
+        """
+        expected = self.fields(step)
+        if expected is None:
+            return not self.reason
+        if len(expected) != len(fields):
+            self._stop(f"step {step}: {len(fields)} param groups instead of {len(expected)}")
+            return False
+        for number, (mine, theirs) in enumerate(zip(expected, fields, strict=True)):
+            for key in sorted({*mine, *theirs} - {"params"}):
+                if key not in mine or key not in theirs or not _same(mine[key], theirs[key]):
+                    shown = f"{theirs.get(key)!r:.40}, predicted {mine.get(key)!r:.40}"
+                    self._stop(f"step {step}: {key} of param group {number} is {shown}")
+                    return False
+        return True
+
+    def _stop(self, reason: str) -> None:
+        self.reason = reason
+
+    def _restart(self) -> None:
+        self._step = self._first
+        self._groups = copy.deepcopy(self._start)
+        self._scheduler = None
+        if self._described is not None:
+            try:
+                self._scheduler = _rebuilt(self._described, _stand_in(self._groups))
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                self._stop(f"the described scheduler cannot be rebuilt: {error}")
+
+
+def _stand_in(groups: list[dict[str, Any]]) -> Any:
+    """What schedulers use of an optimizer: its param groups, and the marks that say step() was called."""
+
+    def step() -> None:
+        raise AssertionError("the stand-in optimizer is never stepped")
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return SimpleNamespace(param_groups=groups, step=step, _opt_called=True)
+
+
+def _rebuilt(described: dict[str, Any], optimizer: Any) -> Any:
+    import torch
+
+    name = described["class"]
+    if name not in SCHEDULERS:
+        raise ValueError(f"{name!r:.60} is not a known scheduler")
+    kind = getattr(torch.optim.lr_scheduler, name)
+    state = copy.deepcopy(described["state"])
+    for key in state:
+        if key == "optimizer" or callable(getattr(kind, key, None)):
+            raise ValueError(f"{name} has no attribute {key!r:.60}")
+    if name == "MultiStepLR":
+        state["milestones"] = Counter(dict(state["milestones"]))
+    if NESTED in state:
+        state[NESTED] = [_rebuilt(inner, optimizer) for inner in state[NESTED]]
+    scheduler = kind.__new__(kind)  # __init__ would take the first step again
+    vars(scheduler).update(state, optimizer=optimizer)
+    return scheduler
+
+
+def _plain(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item) for key, item in value.items()}
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    return bool(one == other)

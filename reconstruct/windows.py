@@ -1,0 +1,124 @@
+"""Which all-reduces of a step are its gradient buckets.
+
+Between two step markers a process group runs any number of collectives: DDP's buckets, but also reductions of other
+micro-batches, of metrics, of anything. DDP issues bucket 0, 1, ... in that order, so the step's gradient is an
+increasing choice of one all-reduce per bucket with the bucket's size. One such choice: nothing to decide. Several: the
+canaries (single gradient elements that the trainer reported) must leave exactly one, or all that are left must hold
+the same bytes. Otherwise the step is not claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reconstruct.buckets import Layout
+from reconstruct.landing import Landing
+
+MAX_CHOICES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A canary placed in the layout: `bits` at byte `offset` of bucket `bucket`."""
+
+    bucket: int
+    offset: int
+    bits: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """tags[b] carries bucket b. `problem` says why no choice can be trusted (tags is then empty)."""
+
+    tags: tuple[int, ...]
+    problem: str | None = None
+
+
+def choose(
+    layout: Layout,
+    candidates: Sequence[tuple[int, int]],
+    landing: Callable[[int], Landing | None],
+    probes: Iterable[Probe],
+) -> Choice:
+    """Choose one all-reduce per bucket.
+
+    candidates: (tag, byte size) of every all-reduce of the window whose size is a bucket's, by rising tag; landing:
+    its values, None or incomplete where they are not all known (it is then a rival that cannot be ruled out, so a
+    choice is made only if no other choice is left); probes: the canaries.
+    """
+    sizes = [bucket.nbytes for bucket in layout.buckets]
+    by_bucket: dict[int, list[Probe]] = {}
+    for probe in probes:
+        by_bucket.setdefault(probe.bucket, []).append(probe)
+
+    def agrees(bucket: int, tag: int) -> bool:
+        held = landing(tag)
+        if held is None or not held.complete:
+            return True  # it cannot be ruled out
+        data = held.data
+        return all(
+            data[p.offset : p.offset + len(p.bits)].tobytes() == p.bits for p in by_bucket.get(bucket, ())
+        )
+
+    found = _choices(sizes, candidates)
+    if not found:
+        return Choice((), f"no {len(sizes)} all-reduces with the sizes of the buckets in their order")
+    if len(found) > MAX_CHOICES:
+        return Choice((), f"{len(candidates)} all-reduces have bucket sizes: too many to tell which are the step's")
+    kept = [tags for tags in found if all(agrees(b, tag) for b, tag in enumerate(tags))]
+    if not kept:
+        return Choice(
+            (),
+            "the trainer's gradient differs from the reduced one: clipped, scaled or changed after the all-reduce",
+        )
+    first = kept[0]
+    for other in kept[1:]:
+        if any(not _same(landing(a), landing(b)) for a, b in zip(first, other, strict=True) if a != b):
+            return Choice(
+                (),
+                f"{len(candidates)} all-reduces have bucket sizes and nothing tells which {len(sizes)} are the step's",
+            )
+    return Choice(first)
+
+
+def _same(a: Landing | None, b: Landing | None) -> bool:
+    return a is not None and b is not None and a.complete and b.complete and np.array_equal(a.data, b.data)
+
+
+def _choices(sizes: Sequence[int], candidates: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Every increasing choice of tags with the given sizes, at most MAX_CHOICES + 1.
+
+    Where the window is a plain repetition of whole reductions, only whole reductions count: DDP finishes one backward
+    pass before the next starts, so buckets of two passes never mix.
+    """
+    count = len(sizes)
+    if len(candidates) % count == 0 and all(
+        size == sizes[i % count] for i, (_, size) in enumerate(candidates)
+    ):
+        tags = [tag for tag, _ in candidates]
+        return [tuple(tags[i : i + count]) for i in range(0, len(tags), count)]
+
+    # The last place at which each bucket can still be taken: up to there every branch ends in a choice.
+    latest, i = [0] * count, len(candidates)
+    for bucket in range(count - 1, -1, -1):
+        i -= 1
+        while i >= 0 and candidates[i][1] != sizes[bucket]:
+            i -= 1
+        if i < 0:
+            return []
+        latest[bucket] = i
+    found: list[tuple[int, ...]] = []
+
+    def extend(chosen: tuple[int, ...], start: int) -> None:
+        if len(chosen) == count:
+            found.append(chosen)
+            return
+        for i in range(start, latest[len(chosen)] + 1):
+            if candidates[i][1] == sizes[len(chosen)] and len(found) <= MAX_CHOICES:
+                extend((*chosen, candidates[i][0]), i + 1)
+
+    extend((), 0)
+    return found

@@ -1,0 +1,188 @@
+"""A training script that runs several small jobs in turn, each under its own run name, and notes a digest per step.
+
+Usage: cases.py OUT CASE [CASE ...]. Rank r appends {"run", "step", "digest"} lines to OUT/rank<r>.jsonl: the digest of
+its own parameters and optimizer state after each optimizer step, the truth that the daemon's journal is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import flowcheck
+
+STEPS = 6
+
+
+class TinyGPT(nn.Module):
+    """Tied embeddings and parameters of very different sizes."""
+
+    def __init__(self, width: int = 48, vocabulary: int = 301) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Mixed(nn.Module):
+    """A float64 and a bfloat16 part around a float32 one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 40)
+        self.double = nn.Linear(40, 40).double()
+        self.half = nn.Linear(40, 24).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.double(x.double()))
+        return self.half(x.bfloat16()).float()
+
+
+class Job:
+    """One case: model, optimizer and what happens around its steps."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(1)
+        self.options: dict[str, object] = {"bucket_cap_mb": 0.05}
+        self.net: nn.Module = nn.Sequential(nn.Linear(16, 130), nn.Tanh(), nn.Linear(130, 50), nn.Tanh(), nn.Linear(50, 24))
+        self.make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2)
+        self.schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+        self.micro = 1
+        self.synchronised = True
+
+    def inputs(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        if self.name.startswith("gpt"):
+            return torch.randint(301, (12, 4), generator=generator)
+        if self.name.startswith("conv"):
+            return torch.randn(4, 3, 12, 12, generator=generator)
+        return torch.randn(8, 16, generator=generator)
+
+    def loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        out = model(self.inputs(step))
+        if self.name.startswith("gpt"):
+            return functional.cross_entropy(out.flatten(0, 1), self.inputs(step + 1).flatten())
+        return (out.float() ** 2).mean() + out.float().mean()
+
+
+def prepare(name: str) -> Job:
+    job = Job(name)
+    if name == "sgd":
+        job.make = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
+    elif name == "adam":
+        job.make = lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.01)
+        job.options = {"gradient_as_bucket_view": True}
+    elif name.startswith("gpt"):
+        job.net = TinyGPT()
+        job.make = lambda p: torch.optim.AdamW(
+            [{"params": [x for x in p if x.ndim > 1], "weight_decay": 0.1}, {"params": [x for x in p if x.ndim < 2], "lr": 3e-3}],
+            lr=1e-2, weight_decay=0.0,
+        )  # fmt: skip
+        job.schedule = lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS)
+    elif name == "conv":
+        job.net = nn.Sequential(nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 8, 3), nn.Flatten(), nn.Linear(512, 10))
+        job.net = job.net.to(memory_format=torch.channels_last)
+    elif name == "mixed":
+        job.net = Mixed()
+        job.make = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)
+    elif name == "static":
+        job.options = {"static_graph": True, "bucket_cap_mb": 0.02}
+    elif name in ("accumulate", "accumulate_nosync"):
+        job.micro = 4
+        job.synchronised = name == "accumulate"
+    return job
+
+
+def run(name: str, out: Path, shout: Callable[[str], None]) -> None:
+    job = prepare(name)
+    model = DistributedDataParallel(job.net, **job.options)
+    optimizer = job.make(list(model.parameters()))
+    scheduler = job.schedule(optimizer) if job.schedule is not None else None
+    handle = flowcheck.attach(model, optimizer, scheduler=scheduler, run=name)
+    if not handle.covered:
+        raise SystemExit(f"{name}: not covered")
+    if job.rank == 0 and os.environ.get("AFTER_ATTACH"):
+        Path(os.environ["AFTER_ATTACH"]).write_text(name)
+    if os.environ.get("GO_ON"):
+        while not Path(os.environ["GO_ON"]).exists():
+            time.sleep(0.01)
+    bucket = sum(p.numel() for p in model.parameters())
+    second = dist.new_group(list(range(job.world))) if name == "groups" else None
+    pause = float(os.environ.get("STEP_PAUSE", "0"))
+
+    def backward(step: int) -> None:
+        for micro in range(job.micro):
+            if not job.synchronised and micro < job.micro - 1:
+                with model.no_sync():
+                    job.loss(model, step * 10 + micro).backward()
+            else:
+                job.loss(model, step * 10 + micro).backward()
+
+    done = 0
+    attempt = 0
+    while done < STEPS:
+        attempt += 1
+        optimizer.zero_grad()
+        if name == "same_size":
+            dist.all_reduce(torch.full((bucket,), float(attempt)))
+        backward(attempt)
+        if name == "same_size":
+            dist.all_reduce(torch.full((bucket,), 0.5 * attempt))
+        if name == "skipped" and attempt in (2, 5):
+            continue
+        if name == "groups":
+            for _ in range(2):
+                dist.all_reduce(torch.ones(bucket), group=second)
+            dist.barrier()
+        if name == "manual_lr" and attempt % 2:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.7
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        done += 1
+        shout(json.dumps({"run": name, "step": done, "digest": flowcheck.digest(model, optimizer)}))
+        if pause:
+            time.sleep(pause)
+    dist.barrier()
+    handle.close()
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    with (out / f"rank{dist.get_rank()}.jsonl").open("a") as notes:
+
+        def shout(line: str) -> None:
+            notes.write(line + "\n")
+            notes.flush()
+
+        for name in sys.argv[2:]:
+            run(name, out, shout)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

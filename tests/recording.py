@@ -1,0 +1,116 @@
+"""A control service that keeps everything it is given: the daemon's place in tests of the server and the trainer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flowcheck.description import JobDescription
+from flowcheck.errors import NothingRestorable, UsageError
+from flowcheck.service import Revoked, snapshot_header
+from flowcheck.snapshot import Snapshot
+
+
+class Upload:
+    def __init__(self, service: Recording, description: JobDescription) -> None:
+        self.description = description
+        self.tensors = {key: bytearray(spec.nbytes) for key, spec in description.tensors()}
+        self.largest = 0
+        self.aborted = False
+        self._service = service
+
+    def chunk(self, key: str, offset: int, data: memoryview) -> None:
+        self.largest = max(self.largest, len(data))
+        self.tensors[key][offset : offset + len(data)] = data
+
+    def commit(self) -> dict[str, Any]:
+        run = self.description.run
+        if run == "fail-commit":
+            raise UsageError("the disk is full: free some space")
+        epoch = sum(1 for upload in self._service.committed if upload.description.run == run) + 1
+        self._service.committed.append(self)
+        return {"run": run, "epoch": epoch, "exact": run != "inexact", "reasons": []}
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Reading:
+    def __init__(self, service: Recording, snapshot: Snapshot) -> None:
+        self.header = snapshot_header(snapshot)
+        self.closed = False
+        self._service = service
+        self._snapshot = snapshot
+
+    def read(self, key: str, offset: int, length: int) -> memoryview:
+        if self._service.revoked:
+            raise Revoked("the step was needed: ask again")
+        if key == "buffer/broken":
+            raise ZeroDivisionError("a bug in the service")
+        return memoryview(self._snapshot.tensors[key][1])[offset : offset + length]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Recording:
+    """Implements flowcheck.service.Service."""
+
+    def __init__(self) -> None:
+        self.uploads: list[Upload] = []
+        self.committed: list[Upload] = []
+        self.markers: list[tuple[str, int, dict[str, Any]]] = []
+        self.layouts: list[tuple[str, int, dict[str, Any]]] = []
+        self.readings: list[Reading] = []
+        self.snapshot: Snapshot | None = None
+        self.revoked = False
+        self.threads: set[str] = set()
+        self.before_open: Callable[[], None] | None = None
+
+    def begin_attach(self, description: JobDescription) -> Upload:
+        if description.run == "refuse-me":
+            raise UsageError("this run is refused: choose another name")
+        self.uploads.append(Upload(self, description))
+        return self.uploads[-1]
+
+    def marker(self, run: str, epoch: int, marker: dict[str, Any]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.markers.append((run, epoch, marker))
+
+    def layout(self, run: str, epoch: int, layout: dict[str, Any]) -> None:
+        self.layouts.append((run, epoch, layout))
+
+    def status(self) -> dict[str, Any]:
+        return {"markers": len(self.markers)}
+
+    def open(self, run: str | None, step: int | None) -> Reading:
+        if self.before_open is not None:
+            self.before_open()
+        if self.snapshot is None or step not in (None, self.snapshot.step):
+            raise NothingRestorable(f"step {step} is not held: ask for latest")
+        self.readings.append(Reading(self, self.snapshot))
+        return self.readings[-1]
+
+    def of(self, run: str) -> Upload:
+        """The newest finished upload of a run."""
+        return [upload for upload in self.committed if upload.description.run == run][-1]
+
+    def markers_of(self, run: str, epoch: int = 1) -> list[dict[str, Any]]:
+        return [marker for r, e, marker in self.markers if (r, e) == (run, epoch)]
+
+
+def wait_for(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
+    """The first true value of `condition`, or a failure."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the expected condition did not come true in time"
+        time.sleep(0.01)
+    return value
+
+
+def random_bytes(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)

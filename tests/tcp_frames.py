@@ -1,0 +1,100 @@
+"""Frames and blocks made by hand, for the tests of frames, TCP and what is built on them."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from mirror.block import Block
+from mirror.flows import Flows
+from mirror.spans import CLOSE, DATA, DUPLICATE, HOLE, KIND_NAMES, OPEN, Spans
+from mirror.tcp import TcpReassembler
+
+FIN, SYN, RST, ACK = 0x01, 0x02, 0x04, 0x10
+SECOND = 1_000_000_000
+MS = 1_000_000
+START = 1_700_000_000 * SECOND
+
+
+def tcp_frame(payload: bytes = b"", *, seq: int = 0, ack: int = 0, flags: int = ACK, src: str = "10.0.0.1",
+              dst: str = "10.0.0.2", sport: int = 1000, dport: int = 2000) -> bytes:
+    """Ethernet, IPv4 or IPv6, TCP without options."""
+    tcp = struct.pack("!HHIIBBHHH", sport, dport, seq & 0xFFFFFFFF, ack & 0xFFFFFFFF, 0x50, flags, 65535, 0, 0)
+    if ":" in src:
+        ip = struct.pack("!IHBB", 6 << 28, len(tcp) + len(payload), 6, 64)
+        ip += socket.inet_pton(socket.AF_INET6, src) + socket.inet_pton(socket.AF_INET6, dst)
+        return bytes(12) + b"\x86\xdd" + ip + tcp + payload
+    ip = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(tcp) + len(payload), 1, 0x4000, 64, 6, 0)
+    return bytes(12) + b"\x08\x00" + ip + socket.inet_aton(src) + socket.inet_aton(dst) + tcp + payload
+
+
+def block_of(frames: Sequence[bytes], ts: int | Sequence[int] = START, *, wirelen: Sequence[int] | None = None,
+             vlan: int = -1, linktype: int = 1, vantage: int = 0) -> Block:
+    """One block of frames; `ts` for all of them or one each."""
+    length = np.array([len(frame) for frame in frames], np.int64)
+    offset = np.concatenate(([0], np.cumsum(length)[:-1])).astype(np.int64)
+    base = np.frombuffer(bytearray(b"".join(frames)) or bytearray(1), np.uint8)
+    wire = length.copy() if wirelen is None else np.array(wirelen, np.int64)
+    times = np.full(len(frames), ts, np.int64) if isinstance(ts, int) else np.array(ts, np.int64)
+    return Block(base, offset, length, wire, times, np.full(len(frames), vlan, np.int64), vantage, linktype)
+
+
+def chosen(block: Block, index: Iterable[int] | np.ndarray) -> Block:
+    """The frames of `block` at `index`, in that order."""
+    keep = np.fromiter(index, np.int64) if not isinstance(index, np.ndarray) else index
+    return Block(block.base, block.offset[keep], block.caplen[keep], block.wirelen[keep], block.ts[keep],
+                 block.vlan[keep], block.vantage, block.linktype)
+
+
+class Wire:
+    """A reassembler with the rules of Spans checked on everything that comes out, and spans as plain tuples."""
+
+    def __init__(self, flows: Flows | None = None, **options: int) -> None:
+        self.flows = flows or Flows(64)
+        self.tcp = TcpReassembler(self.flows, **options)
+        self.now = START
+        self._next: dict[int, int | None] = {}
+
+    def feed(self, *frames: bytes, after: int = 0) -> list[tuple[object, ...]]:
+        """Frames of one block, `after` ns behind the block before."""
+        self.now += after
+        return self.take(block_of(frames, self.now), self.now)
+
+    def take(self, block: Block, now: int) -> list[tuple[object, ...]]:
+        return self.read(self.tcp.feed(block, now))
+
+    def expire(self, after: int) -> list[tuple[object, ...]]:
+        self.now += after
+        return self.read(self.tcp.expire(self.now))
+
+    def flush(self) -> list[tuple[object, ...]]:
+        return self.read(self.tcp.flush(self.now))
+
+    def read(self, spans: Spans) -> list[tuple[object, ...]]:
+        """(kind, flow, offset, bytes) for data and duplicates, (kind, flow, offset, length) for the rest."""
+        result: list[tuple[object, ...]] = []
+        for i in range(spans.n):
+            flow, kind, offset, length = (int(a[i]) for a in (spans.flow, spans.kind, spans.offset, spans.length))
+            value: object = length
+            if kind in (DATA, DUPLICATE):
+                assert length > 0
+                value = ctypes.string_at(int(spans.addr[i]), length)
+            if kind == OPEN:
+                assert offset == 0
+                self._next[flow] = 0
+            elif kind in (DATA, HOLE):
+                assert length > 0
+                assert offset == self._next[flow], "in-order spans of a flow must be gapless"
+                self._next[flow] = offset + length
+            elif kind == CLOSE:
+                assert offset == self._next[flow]
+            else:
+                end = self._next[flow]
+                assert end is not None
+                assert 0 <= offset and offset + length <= end
+            result.append((KIND_NAMES[kind], flow, offset, value))
+        return result

@@ -1,0 +1,69 @@
+"""The command line's contract: exit statuses, one-line errors, no torch where none is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def flowcheck(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flowcheck", *arguments],
+        capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["daemon"], 2, "-i IFACE"),
+        (["daemon", "-i", "eth0", "-r", "x.pcap"], 2, "either -i"),
+        (["daemon", "-r", "x.pcap"], 2, "--job"),
+        (["daemon", "-i", "nowhere0"], 1, "nowhere0"),
+        (["daemon", "-i", "lo", "--config", "/nowhere.toml"], 78, "/nowhere.toml"),
+        (["daemon", "--no-such-option"], 2, "--no-such-option"),
+        (["restore", "/nowhere", "--out", "x.pt"], 3, "/nowhere"),
+        (["restore", "/nowhere"], 2, "--out"),
+        (["restore", "/nowhere", "--out", "x.pt", "--step", "newest"], 2, "--step newest"),
+        (["status", "ipc:///nowhere/socket", "--timeout", "0.5"], 1, "/nowhere/socket"),
+        (["status", "nonsense"], 2, "nonsense"),
+        (["lab", "--ranks", "2"], 2, "nothing to run"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_with_their_status(arguments: list[str], status: int, said: str) -> None:
+    done = flowcheck(*arguments)
+    assert done.returncode == status, done
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("flowcheck: ")]) <= 1
+
+
+def test_config_file_sets_defaults_and_names_what_it_cannot_use(tmp_path: Path) -> None:
+    config = tmp_path / "daemon.toml"
+    config.write_text('interface = ["nowhere0"]\nkeep = 5\n')
+    done = flowcheck("daemon", "--config", str(config))
+    assert done.returncode == 1 and "nowhere0" in done.stderr
+    for text, said in (("keeep = 5\n", "keeep"), ("keep = 0\n", "keep"), ("keep = \n", "not TOML")):
+        config.write_text(text)
+        done = flowcheck("daemon", "-i", "nowhere0", "--config", str(config))
+        assert done.returncode == 78 and said in done.stderr, done
+
+
+def test_status_and_verify_import_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from flowcheck.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numba', 'scapy'} & set(sys.modules), sorted(sys.modules)\n"
+        "print('light')\n"
+    )
+    for arguments in (["status", "ipc:///nowhere/socket", "--timeout", "0.2"], ["verify", str(tmp_path)]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+        )
+        assert done.stdout.endswith("light\n"), done

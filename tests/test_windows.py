@@ -1,0 +1,115 @@
+"""Choosing a step's buckets among all-reduces: one reading, or none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowcheck.description import TensorSpec
+from reconstruct.buckets import Layout, LayoutError, layout, looks_like_order, parse_rebuilt
+from reconstruct.landing import Landing
+from reconstruct.windows import Probe, choose
+
+FLOAT = 4
+
+
+def specs(*sizes: int) -> list[TensorSpec]:
+    return [TensorSpec("float32", (n,), (1,)) for n in sizes]
+
+
+def filled(values: np.ndarray, *, whole: bool = True) -> Landing:
+    data = values.astype(np.float32).view(np.uint8)
+    landing = Landing(data.size, FLOAT, 2)
+    segment = -(-data.size // FLOAT // 4) * FLOAT
+    for start in range(0, data.size if whole else data.size - segment, segment):
+        part = data[start : start + segment]
+        landing.put(start, part, 0, 7)
+    return landing
+
+
+def two_buckets() -> Layout:
+    return layout([[1], [0]], specs(40, 24))
+
+
+def pick(lay: Layout, held: dict[int, Landing], probes: list[Probe] | None = None) -> tuple[tuple[int, ...], str | None]:
+    candidates = [(tag, landing.size) for tag, landing in sorted(held.items())]
+    choice = choose(lay, candidates, held.get, probes or [])
+    return choice.tags, choice.problem
+
+
+def values(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count)
+
+
+def test_one_reduction_is_the_step() -> None:
+    held = {3: filled(values(1, 24)), 5: filled(values(2, 40))}
+    assert pick(two_buckets(), held) == ((3, 5), None)
+
+
+def test_missing_bucket_or_wrong_order_is_no_step() -> None:
+    assert pick(two_buckets(), {3: filled(values(1, 24))})[1] is not None
+    assert pick(two_buckets(), {3: filled(values(1, 40)), 4: filled(values(1, 24))})[1] is not None
+
+
+def accumulated() -> dict[int, Landing]:
+    return {t: filled(values(t, 24 if t % 2 == 0 else 40)) for t in range(8)}
+
+
+def test_several_reductions_need_a_canary() -> None:
+    held = accumulated()
+    tags, problem = pick(two_buckets(), held)
+    assert tags == () and problem is not None and "nothing tells" in problem
+    last = held[6].data.view(np.float32)[5:6].tobytes()
+    assert pick(two_buckets(), held, [Probe(0, 20, last)]) == ((6, 7), None)
+
+
+def test_canary_of_no_reduction_claims_nothing() -> None:
+    tags, problem = pick(two_buckets(), accumulated(), [Probe(1, 8, b"\x01\x02\x03\x04")])
+    assert tags == () and problem is not None and "clipped" in problem
+    held = {3: filled(values(1, 24)), 5: filled(values(2, 40))}
+    assert pick(two_buckets(), held, [Probe(1, 8, b"\x01\x02\x03\x04")])[0] == ()
+
+
+def test_rivals_with_equal_bytes_are_no_rivals() -> None:
+    held = {0: filled(values(9, 24)), 1: filled(values(8, 40)), 2: filled(values(9, 24)), 3: filled(values(8, 40))}
+    assert pick(two_buckets(), held)[1] is None
+
+
+def test_an_incomplete_rival_cannot_be_ruled_out() -> None:
+    held = accumulated()
+    held[6] = filled(values(6, 24), whole=False)
+    first = held[0].data.view(np.float32)[0:1].tobytes()
+    tags, problem = pick(two_buckets(), held, [Probe(0, 0, first)])
+    assert tags == () and problem is not None
+
+
+@pytest.mark.parametrize("stranger", [2, 4, 6])
+def test_a_stranger_of_bucket_size_among_three_buckets(stranger: int) -> None:
+    lay = layout([[2], [1], [0]], specs(40, 24, 32))
+    held = {3: filled(values(1, 32)), 5: filled(values(2, 24)), 7: filled(values(3, 40))}
+    held[stranger] = filled(values(4, 24))
+    probes = [Probe(1, 4, held[5].data[4:8].tobytes())]
+    assert pick(lay, held, probes) == ((3, 5, 7), None)
+    if stranger in (4, 6):  # between the neighbours of bucket 1 it could be bucket 1
+        assert pick(lay, held)[0] == ()
+
+
+def test_layout_places_parameters_and_refuses_what_is_none() -> None:
+    lay = layout([[2, 0], [1]], specs(10, 20, 30))
+    assert lay.buckets[0].offsets == (0, 120) and lay.buckets[0].nbytes == 160
+    assert lay.locate(0) == (0, 120)
+    for wrong in ([[0, 1]], [[0, 1, 1], [2]], [[0, 1, 3]]):
+        with pytest.raises(LayoutError):
+            layout(wrong, specs(10, 20, 30))
+    with pytest.raises(LayoutError, match="mixes"):
+        layout([[0, 1]], [*specs(1), TensorSpec("float64", (1,), (1,))])
+
+
+def test_rebuilt_layout_from_its_two_broadcasts() -> None:
+    order, sizes = np.array([3, 1, 0, 2, 2], np.int32), np.array([1, 3], np.int32)
+    assert looks_like_order(order, 4)
+    assert parse_rebuilt(order, sizes, 4) == ((3,), (1, 0, 2))
+    assert not looks_like_order(np.array([3, 1, 1, 2, 2], np.int32), 4)
+    for wrong in ([1, 2], [4], [0, 4], [1, 3, 0]):
+        with pytest.raises(LayoutError):
+            parse_rebuilt(order, np.array(wrong, np.int32), 4)
