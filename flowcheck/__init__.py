@@ -10,14 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowcheck.attach import attach as attach
+    from flowcheck.trainer import attach as attach
     from flowcheck.client import load as load
 
 __version__ = "0.1.0"
 
 __all__ = ["__version__", "attach", "digest", "load"]
 
-_HOMES = {"attach": "flowcheck.attach", "digest": "reconstruct.digest", "load": "flowcheck.client"}
+_HOMES = {"attach": "flowcheck.trainer", "digest": "reconstruct.digest", "load": "flowcheck.client"}
 
 
 def __getattr__(name: str) -> Any:

@@ -72,7 +72,7 @@ def main() -> None:
 @click.option("--ring-mib", type=click.IntRange(min=4, max=65536), default=256, show_default=True, help="Capture ring size.")
 @click.option("--block-kib", type=click.IntRange(min=128, max=65536), default=1024, show_default=True, help="Ring block size.")
 @click.option("--landing-gib", type=click.FloatRange(min=0.001), default=8.0, show_default=True, help="Memory for gradients in flight.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of the optimizer [default: torch's].")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of the optimizer [default: half of the cores].")
 @click.option("--insecure", is_flag=True, help="Allow addresses other than loopback without keys.")
 @click.option("--config", type=click.Path(path_type=Path), metavar="FILE.toml", help="Defaults for these options.")
 @click.pass_context

@@ -82,8 +82,8 @@ class Daemon:
 
     def __init__(self, config: DaemonConfig) -> None:
         self.config = config
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        # Half of the cores: a tile is too small for threads that must first be given a core.
+        torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // 2))
         _warm_up_optimizer()
         live = bool(config.interfaces)
         limits = Limits(landings=int(config.landing_gib * (1 << 30)))

@@ -31,18 +31,16 @@ from flowcheck.durable import (
     write_failure,
 )
 from flowcheck.errors import BadConfig, FlowcheckError, NothingRestorable, VerificationFailed
+from flowcheck.jobfile import Progress
 from flowcheck.snapshot import Snapshot
 from flowcheck.tensorfile import DamagedFile
 
 LATEST = "latest"
 
-RESCANS = 16
-"""How often a reader lists a run again because the writer removed what it was about to read."""
+RESCANS = 16  # times that a reader lists a run again because the writer removed what it was about to read
 
 _EPOCH = re.compile(r"e(0|[1-9][0-9]{0,17})")
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +172,7 @@ class Store:
         return folder
 
     def _point(self, run: str, epoch: int, step: int) -> None:
-        path = self.run_folder(run) / LATEST
-        named = read_latest(path)
+        named = read_latest(path := self.run_folder(run) / LATEST)
         if named is not None and named >= (epoch, step) and self.step_folder(run, *named).is_dir():
             return
         try:
@@ -220,9 +217,8 @@ class Store:
                 os.close(descriptor)
                 if error.errno != errno.EWOULDBLOCK:
                     raise write_failure(f"run {run}", self.root, error) from None
-                raise FlowcheckError(
-                    f"another flowcheck writes run {run} in {self.root}: stop it, or use another run or store"
-                ) from None
+                problem = f"another flowcheck writes run {run} in {self.root}"
+                raise FlowcheckError(f"{problem}: stop it, or use another run or store") from None
             self._locks[run] = descriptor
 
     # reading
@@ -270,8 +266,8 @@ class Store:
                 raise VerificationFailed(f"step {step} of run {run}, epoch {number}: {error}") from None
             if found.step == step:
                 return found
-        steps = sorted({n for e in self.epochs(run) for n in self.steps(run, e)})
-        there = f"stored are {len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "no step is stored"
+        steps = {n for e in self.epochs(run) for n in self.steps(run, e)}
+        there = f"stored are {len(steps)} steps, {min(steps)} to {max(steps)}" if steps else "no step is stored"
         raise NothingRestorable(f"{self.root}: run {run} has no step {step}; {there}")
 
     def load(
@@ -389,7 +385,8 @@ def _publish(aside: Path, folder: Path) -> None:
 
 def _children(folder: Path) -> list[Path]:
     try:
-        return [path for path in folder.iterdir() if path.is_dir()]
+        # what the names are is not asked: an entry that goes meanwhile must be met as gone, not overlooked
+        return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

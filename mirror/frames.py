@@ -197,9 +197,9 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
                 continue
             limit = wire_end if total == 0 else position + total
             protocol = load_u8(position + 9)
-            a = np.int64(0)
+            a = 0
             b = 0xFFFF00000000 | load_be32(position + 12)
-            c = np.int64(0)
+            c = 0
             d = 0xFFFF00000000 | load_be32(position + 16)
             transport = position + header
         elif ethertype == _IPV6:

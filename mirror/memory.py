@@ -72,42 +72,54 @@ store_u32 = _make_store(32)
 store_u64 = _make_store(64)
 
 
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """(address): ask the cache for the line at `address`; any address is allowed, nothing else happens."""
+def _make_prefetch() -> Any:
+    @intrinsic
+    def prefetch(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            flag = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, flag, flag, flag])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+            pointer = builder.inttoptr(arguments[0], _BYTE_POINTER)
+            builder.call(function, [pointer, flag(0), flag(3), flag(1)])
+            return context.get_dummy_value()
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        flag = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, flag, flag, flag])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        pointer = builder.inttoptr(arguments[0], _BYTE_POINTER)
-        builder.call(function, [pointer, flag(0), flag(3), flag(1)])
-        return context.get_dummy_value()
+        return types.void(types.int64), codegen
 
-    return types.void(types.int64), codegen
-
-
-@intrinsic
-def _memcpy(typingctx: Any, destination: Any, source: Any, count: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to = builder.inttoptr(arguments[0], _BYTE_POINTER)
-        of = builder.inttoptr(arguments[1], _BYTE_POINTER)
-        cgutils.raw_memcpy(builder, to, of, arguments[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    return prefetch
 
 
-@intrinsic
-def _memcmp(typingctx: Any, first: Any, second: Any, count: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [_BYTE_POINTER, _BYTE_POINTER, ir.IntType(64)])
-        function = cgutils.get_or_insert_function(builder.module, kind, "memcmp")
-        one = builder.inttoptr(arguments[0], _BYTE_POINTER)
-        other = builder.inttoptr(arguments[1], _BYTE_POINTER)
-        return builder.call(function, [one, other, arguments[2]])
+def _make_memcpy() -> Any:
+    @intrinsic
+    def memcpy(typingctx: Any, destination: Any, source: Any, count: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            to = builder.inttoptr(arguments[0], _BYTE_POINTER)
+            of = builder.inttoptr(arguments[1], _BYTE_POINTER)
+            cgutils.raw_memcpy(builder, to, of, arguments[2], 1)
+            return context.get_dummy_value()
 
-    return types.int32(types.int64, types.int64, types.int64), codegen
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return memcpy
+
+
+def _make_memcmp() -> Any:
+    @intrinsic
+    def memcmp(typingctx: Any, first: Any, second: Any, count: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kind = ir.FunctionType(ir.IntType(32), [_BYTE_POINTER, _BYTE_POINTER, ir.IntType(64)])
+            function = cgutils.get_or_insert_function(builder.module, kind, "memcmp")
+            one = builder.inttoptr(arguments[0], _BYTE_POINTER)
+            other = builder.inttoptr(arguments[1], _BYTE_POINTER)
+            return builder.call(function, [one, other, arguments[2]])
+
+        return types.int32(types.int64, types.int64, types.int64), codegen
+
+    return memcmp
+
+
+prefetch = _make_prefetch()          # (address): a hint to the cache; any address is allowed
+_memcpy = _make_memcpy()
+_memcmp = _make_memcmp()
 
 
 @njit(cache=True, nogil=True)

@@ -67,7 +67,7 @@ class Machine(NamedTuple):
 @njit(cache=True, nogil=True)
 def peer_of(m: Machine, flow: int) -> int:
     """The reverse flow, or -1."""
-    return np.int64(np.int32(load_u32(m.peer + 4 * flow)))
+    return int(np.int32(load_u32(m.peer + 4 * flow)))
 
 
 @njit(cache=True, nogil=True)

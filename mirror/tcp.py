@@ -23,8 +23,26 @@ from mirror.flows import Flows
 from mirror.frames import Segments, parse
 from mirror.memory import address_of
 from mirror.reorder import (
-    ACKED, AFTER, CELL, COLUMNS, CONFLICTS, COUNTERS, CURSOR, END, FREE, HEAD, HINT, NEXT, SPANS, SPENT_HEAD, SPENT_TAIL,
-    TAIL, USED, WAIT_HEAD, WAIT_TAIL, Machine,
+    ACKED,
+    AFTER,
+    CELL,
+    COLUMNS,
+    CONFLICTS,
+    COUNTERS,
+    CURSOR,
+    END,
+    FREE,
+    HEAD,
+    HINT,
+    NEXT,
+    SPANS,
+    SPENT_HEAD,
+    SPENT_TAIL,
+    TAIL,
+    USED,
+    WAIT_HEAD,
+    WAIT_TAIL,
+    Machine,
 )
 from mirror.spans import CLOSE, CONFLICT, DATA, DUPLICATE, HOLE, OPEN, Spans
 from mirror.tcp_kernel import expire, feed, flush

@@ -10,8 +10,24 @@ import numpy as np
 from reconstruct.landing import Landing
 
 __all__ = [
-    "ALLREDUCE", "BROADCAST", "IGNORE", "KIND_NAMES", "LENGTHS", "RAW", "AllReduce", "Conflict", "Event", "FlowClosed",
-    "Group", "Keep", "LinkLost", "Message", "NOT_THIS_SIZE", "Plan", "Reduced", "Request",
+    "ALLREDUCE",
+    "BROADCAST",
+    "IGNORE",
+    "KIND_NAMES",
+    "LENGTHS",
+    "NOT_THIS_SIZE",
+    "RAW",
+    "AllReduce",
+    "Conflict",
+    "Event",
+    "FlowClosed",
+    "Group",
+    "Keep",
+    "LinkLost",
+    "Message",
+    "Plan",
+    "Reduced",
+    "Request",
 ]
 
 KIND_NAMES = (

@@ -6,6 +6,7 @@ import numpy as np
 
 from mirror.flows import Flows
 from reconstruct import gloo_state as g
+from reconstruct.framing import PREAMBLE_BYTES
 from reconstruct.gloo_events import ALLREDUCE
 from reconstruct.gloo_groups import Claim, Claims, Membership
 
@@ -65,7 +66,7 @@ class LaneTable:
         if lane < 0:
             self.state.status[flow] = g.OTHER
         else:
-            self._replay(lane, flow, with_hello=int(self.state.have[flow]) > 48)
+            self._replay(lane, flow, with_hello=int(self.state.have[flow]) > PREAMBLE_BYTES)
 
     def claim_all(self) -> None:
         """Look at every flow again: a group was added."""
@@ -202,6 +203,10 @@ class LaneTable:
             else:
                 row[g.HELLO_VALUE] = int(head[:8].view(np.int64)[0])
                 head = head[8:]
+        if head.size > PREAMBLE_BYTES:
+            # More than one preamble waited for a hello that this side does not send: it is no message.
+            self._unframed(lane)
+            return
         state.pre[lane, : head.size] = head
         row[g.HAVE] = head.size
 

@@ -12,6 +12,9 @@ from reconstruct.landing import Landing
 
 __all__ = ["Budget", "RawLink", "RawMessage"]
 
+_MOST_SPARE = 8  # buffers of one size
+_STALE = 512     # landings made since a size was last wanted: its buffers are given back
+
 
 class Budget:
     """Hands out landings and message buffers while their bytes stay within `limit`.
@@ -25,6 +28,8 @@ class Budget:
         self.used = 0  # bytes handed out
         self._spare: dict[int, list[np.ndarray]] = {}
         self._spare_bytes = 0
+        self._wanted: dict[int, int] = {}  # size -> number of the last landing made of it
+        self._made = 0
 
     @property
     def held(self) -> int:
@@ -33,6 +38,8 @@ class Budget:
 
     def landing(self, size: int, itemsize: int, world_size: int, ident: int) -> Landing | None:
         """A landing, None if the budget does not allow it."""
+        self._made += 1
+        self._wanted[size] = self._made
         spare = self._spare.get(size)
         if not spare and not self._fits(size):
             return None
@@ -50,8 +57,13 @@ class Budget:
         landing.data = np.empty(0, np.uint8)
         # Referred to by `buffer` and `owner` here, nothing else: no view of it is left anywhere.
         if sys.getrefcount(buffer) == 2 and sys.getrefcount(owner) == 3:
-            self._spare.setdefault(size, []).append(buffer)
-            self._spare_bytes += size
+            kept = self._spare.setdefault(size, [])
+            if len(kept) < _MOST_SPARE:
+                kept.append(buffer)
+                self._spare_bytes += size
+        for stale in [s for s, made in self._wanted.items() if self._made - made > _STALE]:
+            del self._wanted[stale]
+            self._spare_bytes -= stale * len(self._spare.pop(stale, ()))
 
     def bytes(self, length: int) -> np.ndarray | None:
         """uint8[length], None if the budget does not allow it."""

@@ -37,7 +37,10 @@ class Reports:
     def __init__(self, lanes: LaneTable, holdings: Holdings) -> None:
         self.events: list[Event] = []
         self.counts = dict.fromkeys(
-            ("collectives", "links_done", "links_lost", "framing_lost", "resynced", "bad_preambles", "tls", "conflicts"),
+            (
+                "collectives", "links_done", "links_lost", "framing_lost", "resynced", "bad_preambles", "tls",
+                "conflicts",
+            ),
             0,
         )
         self._lanes = lanes
@@ -273,12 +276,12 @@ class Reports:
             self.lose(lane, self._stop(lane), "the stream has no valid messages any more")
 
     def _stop(self, lane: int) -> tuple[int, ...]:
-        """Give up every planned slot of a lane; returns their tags."""
+        """Give up every planned slot of a lane; returns the tags of the all-reduces among them."""
         entries = self._lanes.state.entries[lane]
         tags = []
-        for entry in entries[np.isin(entries[:, g.PLAN], _ACTIVE)]:
-            tags.append(split(int(entry[g.SLOT]))[1])
-            self.drop_private(lane, int(entry[g.SLOT]))
+        for slot in entries[entries[:, g.PLAN] == g.REDUCE, g.SLOT].tolist():
+            tags.append(split(slot)[1])
+            self.drop_private(lane, slot)
         entries[np.isin(entries[:, g.PLAN], _ACTIVE), g.PLAN] = g.LOST
         return tuple(sorted(tags))
 

@@ -48,7 +48,7 @@ class Waits:
     Capture time is the time up to which frames were processed, so a backlog is never taken for a loss.
 
     marker: for a step's marker after its last bucket; traffic: for collectives of a marker's window that no link has
-    shown yet; patience: for the missing bytes of a bucket. All zero at the end of a recording.
+    shown yet; patience: for the missing bytes of a bucket. Negative at the end of the input: nothing more can come.
     """
 
     marker: int = 2 * SECOND
@@ -285,7 +285,7 @@ class StepTracker:
 
     def poll(self, now: int, final: bool = False) -> list[TrackerEvent]:
         """Every step that can be claimed now. final: nothing more will come, wait for nothing."""
-        waits = Waits(0, 0, 0) if final else self._waits
+        waits = Waits(-1, -1, -1) if final else self._waits
         while self.lost is None and self._next(now, waits):
             pass
         if self.lost is not None:

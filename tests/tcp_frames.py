@@ -95,6 +95,6 @@ class Wire:
             else:
                 end = self._next[flow]
                 assert end is not None
-                assert 0 <= offset and offset + length <= end
+                assert offset >= 0 and offset + length <= end
             result.append((KIND_NAMES[kind], flow, offset, value))
         return result

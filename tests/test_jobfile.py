@@ -63,6 +63,9 @@ def test_a_damaged_job_file_is_refused_by_name(store: Store, tmp_path: Path) -> 
         with pytest.raises(BadConfig, match=path.name):
             jobfile.read(path)
         path.write_bytes(original)
+    path.write_bytes(original.replace(b"1e-08", b"1e-07", 1))  # still JSON, still of the right size
+    with pytest.raises(BadConfig, match="description is damaged"):
+        jobfile.read(path)
     path.write_bytes(original[:-5])
     with pytest.raises(BadConfig, match=r"its header says"):
         jobfile.read(path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -69,16 +71,28 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(
-    name: str, options: dict[str, Any], dtype: torch.dtype, *, steps: int = 4, trainer_threads: int = 1
-) -> Iterator[list[str]]:
-    """Train and shadow side by side; yields the keys that differ after each step."""
+@cache
+def example(dtype: torch.dtype) -> tuple[Shapes, list[list[torch.Tensor]]]:
+    """A model and the gradients of four steps; made once, they are dearer than the steps."""
     generator = torch.Generator().manual_seed(7)
     model = Shapes(dtype, generator)
+    gradients = []
+    for _ in range(4):
+        fill_gradients(model, generator)
+        gradients.append([p.grad for p in model.parameters()])
+    model.zero_grad()
+    return model, gradients
+
+
+def run(name: str, options: dict[str, Any], dtype: torch.dtype, *, trainer_threads: int = 1) -> Iterator[list[str]]:
+    """Train and shadow side by side; yields the keys that differ after each step."""
+    template, steps = example(dtype)
+    model = copy.deepcopy(template)
     optimizer = getattr(torch.optim, name)(model.parameters(), **options)
     shadow = shadow_of(model, optimizer, trainer_threads=trainer_threads)
-    for step in range(1, steps + 1):
-        fill_gradients(model, generator)
+    for step, given in enumerate(steps, 1):
+        for parameter, gradient in zip(model.parameters(), given, strict=True):
+            parameter.grad = gradient.clone()
         gradients = gradients_of(model)
         with threads(trainer_threads):
             optimizer.step()
@@ -164,26 +178,23 @@ def test_mixed_dtypes_in_one_group(name: str, options: dict[str, Any]) -> None:
 
 def test_gradients_are_only_read_and_need_element_alignment_only() -> None:
     """foreach SGD with nesterov writes to .grad; the landing that the gradient lies in must not change."""
-    generator = torch.Generator().manual_seed(5)
+    template, steps = example(torch.float32)
     for name, options in CONFIGURATIONS:
         for extra in IMPLEMENTATIONS.values():
-            model = Shapes(torch.float32, generator)
+            model = copy.deepcopy(template)
             optimizer = getattr(torch.optim, name)(model.parameters(), **options, **extra)
             shadow = shadow_of(model, optimizer)
-            for step in (1, 2):
-                fill_gradients(model, generator)
+            for step, given in enumerate(steps[:2], 1):
                 landings = {}
-                for index, data in gradients_of(model).items():
-                    memory = np.zeros(data.nbytes + 4, np.uint8)
-                    memory[4:] = data
+                for index, (parameter, gradient) in enumerate(zip(model.parameters(), given, strict=True)):
+                    parameter.grad = gradient.clone()
+                    memory = np.zeros(gradient.nbytes + 4, np.uint8)
+                    memory[4:] = raw(gradient)
                     landings[index] = memory
                 before = {index: memory.copy() for index, memory in landings.items()}
                 optimizer.step()
-                shadow.apply(
-                    step,
-                    {i: memory[4:].view(np.float32) for i, memory in landings.items()},
-                    fields_of(optimizer),
-                )
+                views = {index: memory[4:].view(np.float32) for index, memory in landings.items()}
+                shadow.apply(step, views, fields_of(optimizer))
                 assert differences(shadow, model, optimizer) == []
                 assert all(np.array_equal(landings[i], before[i]) for i in landings)
 

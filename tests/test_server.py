@@ -501,6 +501,7 @@ def test_several_endpoints_and_a_private_ipc_socket(service: Recording, tmp_path
         with pytest.raises(FlowcheckError, match="in use"):
             Server(service, [server.endpoints[0]])
         assert client.status(f"ipc://{path}") == {"markers": 0}
+    path.unlink(missing_ok=True)
     path.touch()
     with pytest.raises(UsageError, match="a file is there"):
         Server(service, [f"ipc://{path}"])

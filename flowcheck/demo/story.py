@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import click
 
 from flowcheck.errors import FlowcheckError
 from flowcheck.lab import Lab, LabConfig, Mirror
+from flowcheck.lab.launcher import child_environment
 
 RANKS = 4
 TRAIN = ("-m", "flowcheck.demo.train")
@@ -112,9 +114,10 @@ def _train_and_kill(folder: Path, steps: int, victim: int) -> int:
         lab.train((*TRAIN, "--steps", str(steps), "--progress", str(progress)))
         deadline = time.monotonic() + DEADLINE
         while not any(step >= victim for step, _ in _progress(progress).values()):
+            with suppress(TimeoutError):
+                lab.wait(0.01)
             if time.monotonic() > deadline or not lab.running:
                 raise FlowcheckError(f"the training did not reach step {victim}: its output is above")
-            time.sleep(0.002)
         lab.kill()
         lab.wait(DEADLINE)
     return max(step for step, _ in _progress(progress).values())
@@ -136,7 +139,9 @@ def _journal(path: Path) -> list[dict[str, Any]]:
 def _restore(store: Path, out: Path) -> None:
     command = [sys.executable, "-P", "-m", "flowcheck", "restore", str(store), "--out", str(out)]
     say(f"   $ flowcheck restore {store} --out {out}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE, check=False, env=child_environment()
+    )
     if done.returncode != 0:
         raise FlowcheckError(f"restore ended with status {done.returncode}: {done.stderr.strip()}")
     say(f"   {done.stdout.strip()}")

@@ -107,7 +107,7 @@ class Lab:
                 stdin=subprocess.DEVNULL,
                 stdout=self._out,
                 stderr=self._err,
-                env=_environment(),
+                env=child_environment(),
                 # Ctrl-C at the terminal is for the outer process alone, which then ends the lab in order.
                 start_new_session=True,
             )
@@ -133,7 +133,7 @@ class Lab:
                 options += [f"--{name}", str(value)]
         self._listening = self._stopping_daemon = False
         self.daemon_status = None
-        self._do("daemon", argv=[*command, *options, *config.daemon_args, *arguments], env=_environment())
+        self._do("daemon", argv=[*command, *options, *config.daemon_args, *arguments], env=child_environment())
         late = f"the daemon did not listen within {config.daemon_start:.0f} s: see its output above"
         self._pump(lambda: self._listening or self.daemon_status is not None, config.daemon_start, late)
         if not self._listening:
@@ -158,7 +158,7 @@ class Lab:
         self._first_failure = None
         self._escalation = []
         self._running |= {f"rank {rank}" for rank in range(self.config.ranks)}
-        self._do("train", argv=[sys.executable, *command], env={**_environment(), **(env or {})})
+        self._do("train", argv=[sys.executable, *command], env={**child_environment(), **(env or {})})
 
     @property
     def running(self) -> list[int]:
@@ -352,7 +352,7 @@ def _signals(lab: Lab) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """This process's environment, in which children find flowcheck where this process found it."""
     env = dict(os.environ)
     root = str(Path(__file__).resolve().parents[2])

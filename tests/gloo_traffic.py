@@ -1,0 +1,239 @@
+"""Synthetic gloo traffic: whole ring all-reduces on the wire, from formulas written down here and nowhere else.
+
+`Job` builds the byte streams of a mesh of N ranks, in the order in which a real job sends them (announcements before
+payloads, two collectives at a time), and cuts them into TCP frames as a switch mirrors them. It keeps the truth.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mirror.block import Block
+from mirror.flows import Flows
+from mirror.spans import Spans
+from mirror.tcp import TcpReassembler
+from reconstruct.gloo import AllReduce, Event, GlooDecoder, Group
+
+ALLREDUCE = 4
+Link = tuple[int, int]
+
+
+def preamble(opcode: int, kind: int, tag: int, length: int) -> bytes:
+    slot = kind << 56 | tag << 24 if kind else tag
+    return struct.pack("<6Q", 48 + (length if opcode == 1 else 0), opcode, slot, 0, length, 0)
+
+
+def segments(size: int, itemsize: int, world: int) -> tuple[list[tuple[int, int]], int]:
+    """[(offset, length)] of all segments, empty ones included, and the segments per rank."""
+    most = itemsize * max(1, (1 << 20) // itemsize)
+    count = max(math.ceil(size / most), 2 * world)
+    while count % world:
+        count += 1
+    length = math.ceil(size / count)
+    while length % itemsize:
+        length += 1
+    return [(j * length, max(0, min(length, size - j * length))) for j in range(count)], count // world
+
+
+def ring_messages(size: int, itemsize: int, world: int, rank: int) -> list[tuple[int, int, bool]]:
+    """(offset, length, final) of every message that `rank` sends, by walking chunk after chunk."""
+    parts, each = segments(size, itemsize, world)
+    result = []
+    for final, first in ((False, rank + 1), (True, rank)):
+        for step in range(world - 1):
+            chunk = (first + step) % world
+            result += [(offset, n, final) for offset, n in parts[chunk * each : (chunk + 1) * each] if n]
+    return result
+
+
+@dataclass(slots=True)
+class Frame:
+    """One TCP segment as mirrored."""
+
+    ts: int
+    link: Link
+    sequence: int
+    ack: int
+    flags: int
+    payload: bytes
+
+
+@dataclass(slots=True)
+class Job:
+    """A process group of `world` ranks; `mirrored` are the links whose frames are captured."""
+
+    world: int
+    mirrored: list[Link]
+    seed: int = 0
+    mss: int = 1448
+    gap_ns: int = 100_000
+    base_port: int = 40000
+    frames: list[Frame] = field(default_factory=list)
+    truth: dict[int, tuple[np.ndarray, int]] = field(default_factory=dict)  # tag -> (bytes, item size)
+    _now: int = 1_700_000_000_000_000_000
+    _sent: dict[Link, int] = field(default_factory=dict)
+    _random: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        self._random.seed(self.seed)
+
+    # Addresses: rank r is 10.0.0.(r+1); its listener has base_port + r; the higher address connects.
+
+    def ends(self, link: Link) -> tuple[int, int]:
+        """(source port, destination port) of a link."""
+        a, b = link
+        return (50000 + a * 100 + b, self.base_port + b) if a > b else (self.base_port + a, 50000 + b * 100 + a)
+
+    def group(self, name: str = "g") -> Group:
+        listeners = {r: (f"10.0.0.{r + 1}", self.base_port + r) for r in range(self.world)}
+        return Group(name, self.world, [listeners])
+
+    def connect(self) -> None:
+        for a in range(self.world):
+            for b in range(a):
+                self._flags((a, b), 0x02)
+                self._flags((b, a), 0x12)
+                self.send((a, b), struct.pack("<q", a))
+
+    def close(self) -> None:
+        for link in list(self._sent):
+            self._flags(link, 0x11)
+
+    def send(self, link: Link, data: bytes, *, cut: int = 0) -> None:
+        """`data` as one write, in segments of at most `mss` bytes (or `cut`)."""
+        step = cut or self.mss
+        for at in range(0, len(data), step):
+            self._frame(link, 0x10, data[at : at + step])
+
+    def _flags(self, link: Link, flags: int) -> None:
+        self._frame(link, flags, b"")
+
+    def _frame(self, link: Link, flags: int, payload: bytes) -> None:
+        sequence = self._sent.get(link, 1000 * (link[0] + 1))
+        self._now += self.gap_ns
+        if link in self.mirrored:
+            ack = self._sent.get((link[1], link[0]), 0)
+            self.frames.append(Frame(self._now, link, sequence, ack, flags, payload))
+        self._sent[link] = (sequence + len(payload) + (1 if flags & 0x03 else 0)) & 0xFFFFFFFF
+
+    def allreduce(self, sizes: dict[int, tuple[int, int]], *, values: dict[int, np.ndarray] | None = None) -> None:
+        """All-reduces under way together: tag -> (bytes, item size); their messages are interleaved."""
+        queues: list[list[tuple[Link, int, int, bytes]]] = []
+        for tag, (size, itemsize) in sizes.items():
+            made = np.frombuffer(self._random.randbytes(size), np.uint8)
+            final = made if values is None or tag not in values else values[tag]
+            self.truth[tag] = (final, itemsize)
+            whole = final.tobytes()
+            for rank in range(self.world):
+                link = (rank, (rank - 1) % self.world)
+                if link not in self.mirrored and (link[1], link[0]) not in self.mirrored:
+                    continue
+                queue = []
+                for offset, length, last in ring_messages(size, itemsize, self.world, rank):
+                    body = whole[offset : offset + length] if last else self._random.randbytes(length)
+                    queue.append((link, tag, length, body))
+                queues.append(queue)
+        while queues:
+            queue = self._random.choice(queues)
+            link, tag, length, body = queue.pop(0)
+            self.message(link, ALLREDUCE, tag, body)
+            if not queue:
+                queues.remove(queue)
+
+    def message(self, link: Link, kind: int, tag: int, body: bytes) -> None:
+        """One payload with its two announcements."""
+        back = (link[1], link[0])
+        notices = [(link, preamble(2, kind, tag, len(body))), (back, preamble(3, kind, tag, len(body)))]
+        self._random.shuffle(notices)
+        for where, data in notices:
+            self.send(where, data)
+        head = preamble(1, kind, tag, len(body))
+        if self._random.random() < 0.5:
+            self.send(link, head)
+            self.send(link, body)
+        else:
+            self.send(link, head + body)
+
+    def block(self, frames: list[Frame]) -> Block:
+        """Frames as a captured block."""
+        parts, offsets, lengths = [], [], []
+        at = 0
+        for frame in frames:
+            source, destination = self.ends(frame.link)
+            a, b = frame.link
+            tcp = struct.pack(">HHIIBBHHH", source, destination, frame.sequence, frame.ack, 0x50, frame.flags, 65535, 0, 0)
+            total = 40 + len(frame.payload)
+            ip = struct.pack(
+                ">BBHHHBBH4s4s", 0x45, 0, total, 0, 0, 64, 6, 0, bytes((10, 0, 0, a + 1)), bytes((10, 0, 0, b + 1))
+            )
+            data = bytes(12) + b"\x08\x00" + ip + tcp + frame.payload
+            parts.append(data)
+            offsets.append(at)
+            lengths.append(len(data))
+            at += len(data)
+        size = np.array(lengths, np.int64)
+        return Block(
+            np.frombuffer(b"".join(parts), np.uint8), np.array(offsets, np.int64), size, size,
+            np.array([f.ts for f in frames], np.int64), np.full(len(frames), -1, np.int64),
+        )
+
+
+class Follower:
+    """A whole decoding chain that plans every all-reduce of a job from its truth."""
+
+    def __init__(self, job: Job, *, group: bool = True, budget: int = 1 << 30, **options: int) -> None:
+        self.job = job
+        self.flows = Flows(256)
+        self.tcp = TcpReassembler(self.flows, **options)
+        self.decoder = GlooDecoder(self.flows, budget_bytes=budget)
+        self.decoder.planner = lambda request: AllReduce(len(job.truth[request.tag][0]), job.truth[request.tag][1])
+        if group:
+            self.decoder.add_group(job.group())
+        self.events: list[Event] = []
+
+    def feed(self, frames: list[Frame], per_block: int = 64) -> None:
+        for i in range(0, len(frames), per_block):
+            block = self.job.block(frames[i : i + per_block])
+            now = int(block.ts.max())
+            self.take(self.tcp.feed(block, now), now)
+
+    def finish(self) -> None:
+        self.take(self.tcp.flush(1 << 62), 1 << 62)
+
+    def take(self, spans: Spans, now: int) -> None:
+        self.events += self.decoder.feed(spans, now)
+
+    def placed(self, tag: int) -> np.ndarray | None:
+        """bool[size]: which bytes of a tag are placed."""
+        landing = self.decoder.landing("g", tag)
+        if landing is None:
+            return None
+        mask = np.ones(landing.size, bool)
+        for offset, length in landing.holes():
+            mask[offset : offset + length] = False
+        return mask
+
+    def check(self) -> dict[int, float]:
+        """Every placed byte is right and nothing incomplete is called complete; tag -> part placed."""
+        parts = {}
+        for tag, (truth, _) in self.job.truth.items():
+            landing, mask = self.decoder.landing("g", tag), self.placed(tag)
+            if landing is None or mask is None:
+                parts[tag] = 0.0
+                continue
+            assert not landing.poisoned, f"tag {tag} is poisoned: {landing.conflicts}"
+            assert landing.covered == mask.sum()
+            assert landing.complete == bool(mask.all())
+            assert np.array_equal(landing.data[mask], truth[mask]), f"tag {tag}: wrong bytes placed"
+            parts[tag] = float(mask.mean())
+        return parts
+
+
+def port(world: int, rank: int) -> list[Link]:
+    """Both directions of one rank's port."""
+    return [(rank, o) for o in range(world) if o != rank] + [(o, rank) for o in range(world) if o != rank]
