@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -147,53 +148,62 @@ class _Fields:
 
     def __init__(self, optimizer: Any) -> None:
         self.problem: str | None = None
-        count = len(optimizer.param_groups)
-        self._keys: list[list[str]] = [[] for _ in range(count)]
-        self._values: list[list[Any]] = [[] for _ in range(count)]
-        self._parts: list[dict[str, str | None]] = [{} for _ in range(count)]  # None: to be written
-        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._groups = [_Group(len(group["params"])) for group in optimizer.param_groups]
         self.changed(optimizer)
 
     def changed(self, optimizer: Any) -> bool:
         """Whether a field differs from the last call."""
-        groups = optimizer.param_groups
-        if len(groups) != len(self._keys):
+        if len(optimizer.param_groups) != len(self._groups):
             self.problem = "param groups were added or removed after attach: attach again"
             return False
         found = False
-        for i, group in enumerate(groups):
-            if len(group["params"]) != self._sizes[i]:
+        for i, (seen, group) in enumerate(zip(self._groups, optimizer.param_groups, strict=True)):
+            if len(group["params"]) != seen.size:
                 self.problem = f"the parameters of param group {i} changed after attach: attach again"
-            keys = self._keys[i]
-            if len(group) != len(keys) + 1:
-                keys = self._keys[i] = [key for key in group if key != "params"]
-                self._values[i] = []
-            values = [group.get(key) for key in keys]
-            if values != self._values[i]:
-                self._note(i, keys, values)
+            if len(group) != len(seen.keys) + 1:
+                seen.keys = [key for key in group if key != "params"]
+                seen.values = [_NEVER] * len(seen.keys)
+                seen.parts = [None] * len(seen.keys)
+            values = [group.get(key) for key in seen.keys]
+            if [*map(type, values)] != seen.types or values != seen.values:
+                seen.take(values)
                 found = True
         return found
 
-    def _note(self, i: int, keys: list[str], values: list[Any]) -> None:
-        old = dict(zip(keys, self._values[i], strict=True)) if self._values[i] else {}
-        parts = {key: self._parts[i].get(key) for key in keys}
-        for key, value in zip(keys, values, strict=True):
-            if key not in old or value != old[key]:
-                parts[key] = None
-        self._parts[i] = parts
-        # Lists are copied: one that is changed in place must not compare equal to itself.
-        self._values[i] = [list(value) if type(value) is list else value for value in values]
-
     def text(self) -> str:
         """Every field of every group as the JSON of a marker. DescriptionError for one that has none."""
-        written = []
-        for i, parts in enumerate(self._parts):
-            for key, value in zip(self._keys[i], self._values[i], strict=True):
-                if parts[key] is None:
-                    encoded = encode_value(value, f"param group {i}.{key}")
-                    parts[key] = f"{json.dumps(key)}:{json.dumps(encoded, allow_nan=False)}"
-            written.append(f"{{{','.join(part or '' for part in parts.values())}}}")
-        return f"[{','.join(written)}]"
+        return f"[{','.join([group.text(i) for i, group in enumerate(self._groups)])}]"
+
+
+_NEVER = object()
+_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass(slots=True)
+class _Group:
+    """One param group as last seen; `parts` is the JSON of each field, None where it is to be written."""
+
+    size: int
+    keys: list[str] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    types: list[type] = field(default_factory=list)
+    parts: list[str | None] = field(default_factory=list)
+
+    def take(self, values: list[Any]) -> None:
+        for j, (old, new) in enumerate(zip(self.values, values, strict=True)):
+            if type(old) is not type(new) or old != new:  # a tensor may equal a number
+                self.parts[j] = None
+        self.types = [*map(type, values)]
+        # Lists are copied: one that is changed in place must not compare equal to itself.
+        self.values = [list(value) if type(value) is list else value for value in values]
+
+    def text(self, number: int) -> str:
+        for j, part in enumerate(self.parts):
+            if part is None:
+                key = self.keys[j]
+                encoded = encode_value(self.values[j], f"param group {number}.{key}")
+                self.parts[j] = f"{_json(key)}:{_json(encoded)}"
+        return f"{{{','.join([part or '' for part in self.parts])}}}"
 
 
 def _state(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

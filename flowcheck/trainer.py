@@ -175,7 +175,7 @@ class _Attempt:
         self._run = run or os.environ.get("FLOWCHECK_RUN") or "default"
         self._connection: Connection | None = None
         self._live: Live | None = None
-        self._sequence = 0
+        self._marker: StepMarker | None = None
 
     def run(self) -> Handle:
         agreement = self._agreement()
@@ -194,11 +194,13 @@ class _Attempt:
         agreement.contribute({"problem": problem, "fingerprint": fingerprint, "sockets": sockets})
         if self.rank != 0:
             return self._handle(agreement.outcome(COLLECT_S + UPLOAD_S + 600))
+        outcome = {"covered": False, "kind": "FlowcheckError", "reason": "rank 0 was interrupted"}
         try:
             outcome = self._attach(agreement)
         except Exception as error:
             outcome = {"covered": False, **_failure(error)}
-        agreement.decide(outcome)
+        finally:
+            agreement.decide(outcome)
         return self._handle(outcome)
 
     def _agreement(self) -> Agreement | None:
@@ -232,14 +234,15 @@ class _Attempt:
         scheduler = None if self._scheduler is None else scheduler_state(self._scheduler)
         group = self._group([contribution["sockets"] for contribution in contributions])
         description = self._live.description(self._run, self._step, group, scheduler)
-        self._sequence = group.sequence
         self._connection = Connection(self._endpoint, send_queue=MARKER_QUEUE)
         self._connection.request("ping", "pong", _attach_timeout())
         ack = upload(self._connection, description, self._live.tensors, UPLOAD_S)
+        run, epoch = str(ack["run"]), int(ack["epoch"])
+        self._marker = StepMarker(self._connection, run, epoch, self._step, group.sequence, self._live, self._optimizer)
         return {
             "covered": True,
-            "run": str(ack["run"]),
-            "epoch": int(ack["epoch"]),
+            "run": run,
+            "epoch": epoch,
             "exact": bool(ack.get("exact", True)),
             "reasons": [str(reason) for reason in ack.get("reasons", [])],
         }
@@ -263,13 +266,10 @@ class _Attempt:
         if not handle.covered:
             self.abandon()
             return handle
-        connection, live = self._connection, self._live
-        if connection is None or live is None:
+        connection, live, marker = self._connection, self._live, self._marker
+        if connection is None or live is None or marker is None:
             handle._count(self._optimizer)
             return handle
-        marker = StepMarker(
-            connection, outcome["run"], outcome["epoch"], self._step, self._sequence, live, self._optimizer
-        )
         handle._follow(marker, connection, live, self._optimizer)
         self._connection = None
         return handle
@@ -299,7 +299,8 @@ class _LayoutThread:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(LINGER_S)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(LINGER_S)
 
     def _run(self) -> None:
         while not self._stopped.wait(LAYOUT_POLL_S):

@@ -46,10 +46,11 @@ def after_gap(lanes: LaneTable, lane: int) -> list[OpenSlot]:
     row[g.DIRT], row[g.PROVEN], row[g.PROVEN_TAG] = g.UNPROVEN, 0, -1
     row[g.GAPS] += 1
     open_ = [i for i in range(g.ENTRIES) if entries[i, g.SLOT] >= 0 and entries[i, g.PLAN] != g.DONE]
-    open_ = [i for i in open_ if not _past(row, entries[i])]
+    recent = [i for i in open_ if not _past(row, entries[i])]
+    open_ = recent + [i for i in open_ if i not in recent]
     numbers: list[int | None] = [None] * len(open_)
     if known:
-        numbers = _decompose(lanes, lane, open_, gap)
+        numbers[: len(recent)] = _decompose(lanes, lane, recent, gap)
     result = []
     for i, number in zip(open_, numbers, strict=True):
         entry = entries[i]

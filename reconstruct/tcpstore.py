@@ -148,6 +148,7 @@ class Conversation:
     _client: _Reader = field(default_factory=_Reader)
     _server: _Reader = field(default_factory=_Reader)
     _waiting: deque[tuple[int, bytes]] = field(default_factory=deque)  # (request, key) that an answer must come for
+    _cancelled: bool = False  # the answer to a wait was that it is cancelled
 
     def feed(self, data: bytes, *, from_client: bool) -> list[StoreRecord]:
         """Take the next bytes of one direction; returns the records that they complete."""
@@ -196,14 +197,18 @@ class Conversation:
         reader = self._server
         while self._waiting:
             kind, key = self._waiting[0]
+            if kind == _CANCEL and self._cancelled:
+                self._waiting.popleft()  # one byte answers both the wait and its cancelling
+                self._cancelled = False
+                continue
             found = reader.fields(_REPLIES[kind])
             if found is None:
                 break
             self._waiting.popleft()
             if kind == _GET:
                 self._keep(key, found[0])
-            elif kind == _WAIT and found[0] != b"\x00" and self._waiting and self._waiting[0][0] == _CANCEL:
-                self._waiting.popleft()  # one byte answers both the wait and its cancelling
+            elif kind == _WAIT:
+                self._cancelled = found[0] != b"\x00"
         reader.drop_read()
 
     def _keep(self, key: bytes, value: bytes) -> None:

@@ -150,10 +150,7 @@ def mixed() -> dict[str, Any]:
     handle = attach(model, optimizer, "mixed")
     handle.close()
     order = {id(p): i for i, p in enumerate(model.module.parameters())}
-    buckets = [
-        [order[id(p)] for p in bucket.parameters()]
-        for bucket in model.reducer._get_zeros_like_grad_buckets()
-    ]
+    buckets = [[order[id(p)] for p in bucket.parameters()] for bucket in model.reducer._get_zeros_like_grad_buckets()]
     return {"buckets": buckets}
 
 
@@ -433,6 +430,21 @@ def cost() -> dict[str, Any]:
     result["dropped"] = handle.dropped
     handle.close()
     return result
+
+
+def left_open() -> dict[str, Any]:
+    """Handles that nobody closes: one whose optimizer is gone early, one that lives to the interpreter's end."""
+    for run in ("left-early", "left-late"):
+        model = DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach(model, optimizer, run)
+        for _ in range(20):
+            step(model, optimizer, scale=1e-3)
+    kept.extend([model, optimizer])
+    return {}
+
+
+kept: list[Any] = []
 
 
 def no_daemon_later() -> dict[str, Any]:

@@ -166,7 +166,9 @@ class Job:
         for frame in frames:
             source, destination = self.ends(frame.link)
             a, b = frame.link
-            tcp = struct.pack(">HHIIBBHHH", source, destination, frame.sequence, frame.ack, 0x50, frame.flags, 65535, 0, 0)
+            tcp = struct.pack(
+                ">HHIIBBHHH", source, destination, frame.sequence, frame.ack, 0x50, frame.flags, 65535, 0, 0
+            )
             total = 40 + len(frame.payload)
             ip = struct.pack(
                 ">BBHHHBBH4s4s", 0x45, 0, total, 0, 0, 64, 6, 0, bytes((10, 0, 0, a + 1)), bytes((10, 0, 0, b + 1))

@@ -18,6 +18,7 @@ from flowcheck.description import (
     ParameterSpec,
     TensorSpec,
 )
+from reconstruct.digest import digest_of
 from reconstruct.shadow import Shadow
 
 
@@ -112,3 +113,77 @@ def fill_gradients(model: torch.nn.Module, generator: torch.Generator) -> None:
             scale = 10 ** (torch.rand(p.shape, generator=generator) * 4 - 4)
             grad = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype)
             p.grad = grad.copy_(torch.randn(p.shape, generator=generator) * scale)
+
+
+class TinyLanguageModel(torch.nn.Module):
+    """Tied embeddings, a frozen parameter, LayerNorm, a constant buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 24)
+        self.position = torch.nn.Parameter(torch.randn(8, 24), requires_grad=False)
+        self.norm = torch.nn.LayerNorm(24)
+        self.hidden = torch.nn.Linear(24, 24)
+        self.head = torch.nn.Linear(24, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.mask @ (self.embedding(tokens) + self.position)
+        return self.head(torch.tanh(self.hidden(self.norm(x))))
+
+    def loss(self, generator: torch.Generator) -> torch.Tensor:
+        tokens = torch.randint(0, 50, (4, 8), generator=generator)
+        return torch.nn.functional.cross_entropy(self(tokens).flatten(0, 1), tokens.flatten())
+
+
+class ConvNet(torch.nn.Module):
+    """Channels-last convolutions, one of them depthwise, BatchNorm, and a part in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Conv2d(8, 8, 3, groups=8)
+        ).to(memory_format=torch.channels_last)
+        self.head = torch.nn.Linear(8, 5).to(torch.bfloat16)
+
+    def loss(self, generator: torch.Generator) -> torch.Tensor:
+        images = torch.randn(4, 3, 9, 9, generator=generator).to(memory_format=torch.channels_last)
+        return self.head(self.stem(images).mean((2, 3)).to(torch.bfloat16)).float().square().mean()
+
+
+MODELS = {"language model": TinyLanguageModel, "convolutions": ConvNet}
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("AdamW", {"lr": 3e-3}),
+    "AdamW foreach amsgrad": ("AdamW", {"lr": 3e-3, "foreach": True, "amsgrad": True}),
+    "Adam fused": ("Adam", {"lr": 3e-3, "fused": True, "weight_decay": 0.01}),
+    "SGD nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+}
+
+
+class Job:
+    """A training loop whose gradients and hyper-parameters go to a shadow, as they would from the wire."""
+
+    def __init__(self, model: str = "language model", optimizer: str = "AdamW", seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.model = MODELS[model]()
+        name, options = OPTIMIZERS[optimizer]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [{"params": trained[:2]}, {"params": trained[2:], "weight_decay": 0.1}]
+        self.optimizer = getattr(torch.optim, name)(groups, **options)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.done = 0
+
+    def train(self) -> tuple[int, dict[int, np.ndarray | None], list[dict[str, Any]]]:
+        """One step; what the shadow must be told about it."""
+        self.optimizer.zero_grad()
+        self.model.loss(self.generator).backward()
+        gradients, fields = gradients_of(self.model), fields_of(self.optimizer)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.done += 1
+        return self.done, gradients, fields
+
+    def digest(self) -> str:
+        return digest_of(self.model, self.optimizer)

@@ -19,6 +19,10 @@ SECOND = 1_000_000_000
 MS = 1_000_000
 START = 1_700_000_000 * SECOND
 
+# A connection from 10.0.0.1:1000 to 10.0.0.2:2000 whose numbers wrap soon, and what its frames back differ in.
+ISN = 0xFFFFFF00
+BACK = {"src": "10.0.0.2", "dst": "10.0.0.1", "sport": 2000, "dport": 1000}
+
 
 def tcp_frame(payload: bytes = b"", *, seq: int = 0, ack: int = 0, flags: int = ACK, src: str = "10.0.0.1",
               dst: str = "10.0.0.2", sport: int = 1000, dport: int = 2000) -> bytes:
@@ -48,6 +52,21 @@ def chosen(block: Block, index: Iterable[int] | np.ndarray) -> Block:
     keep = np.fromiter(index, np.int64) if not isinstance(index, np.ndarray) else index
     return Block(block.base, block.offset[keep], block.caplen[keep], block.wirelen[keep], block.ts[keep],
                  block.vlan[keep], block.vantage, block.linktype)
+
+
+
+
+def syn(isn: int = ISN) -> bytes:
+    return tcp_frame(seq=isn, flags=SYN)
+
+
+def data(offset: int, payload: bytes, *, isn: int = ISN, flags: int = ACK) -> bytes:
+    return tcp_frame(payload, seq=isn + 1 + offset, flags=flags)
+
+
+def acked(offset: int, *, isn: int = ISN, payload: bytes = b"", at: int = 0) -> bytes:
+    """From the other side: everything before `offset` was received."""
+    return tcp_frame(payload, seq=5001 + at, ack=isn + 1 + offset, **BACK)
 
 
 class Wire:

@@ -84,6 +84,7 @@ def run_job(folder: Path, scenarios: tuple[str, ...], environment: dict[str, str
         for rank in ranks:
             rank.kill()
             rank.wait()
+        time.sleep(0.1)  # what the last rank sent is in the server's queue
         server.close()
     results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return Job(service, results, folder)
@@ -97,7 +98,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.fixture(scope="module")
 def lazy(tmp_path_factory: pytest.TempPathFactory) -> Job:
     environment = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "1"}
-    return run_job(tmp_path_factory.mktemp("lazy"), ("described",), environment)
+    return run_job(tmp_path_factory.mktemp("lazy"), ("described", "left_open"), environment)
 
 
 def memory_bytes(tensor: torch.Tensor) -> bytes:
@@ -371,6 +372,11 @@ def test_what_cannot_be_followed_after_attach_is_said(job: Job, run: str, proble
         assert [marker.problem for marker in markers[:-1]] == [None]
 
 
+@pytest.mark.parametrize("run", ["left-early", "left-late"])
+def test_markers_of_a_handle_that_nobody_closes_arrive(lazy: Job, run: str) -> None:
+    assert [marker["step"] for marker in lazy.service.markers_of(run)] == list(range(1, 21))
+
+
 # Refusals and deadlines
 
 REFUSALS = {
@@ -384,7 +390,7 @@ REFUSALS = {
     "DDP outside optimizer": "2.bias is reduced by DDP but in no param group",
     "frozen after DDP": "set requires_grad before DDP is built",
     "ignored by DDP": "0.weight is optimized but DDP does not reduce",
-    "shared memory": "2.weight and 2.bias share memory",
+    "shared memory": "2.bias and 2.weight share memory",
     "other optimizer": "RMSprop is not supported",
     "subclass": "Mine is not supported",
     "no optimizer": "NoneType is not supported",

@@ -45,20 +45,27 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 class Shapes(torch.nn.Module):
     """Every kind of memory that a parameter may have; sizes that are no multiple of any vector length."""
 
-    def __init__(self, dtype: torch.dtype, generator: torch.Generator) -> None:
+    def __init__(self, dtype: torch.dtype, generator: torch.Generator, large: int = 300_044) -> None:
         super().__init__()
 
         def make(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
         last = torch.channels_last
-        self.large = torch.nn.Parameter(make(300_044))
+        self.large = torch.nn.Parameter(make(large))
         self.matrix = torch.nn.Parameter(make(257, 131).t())
         self.conv = torch.nn.Parameter(make(24, 5, 3, 3).to(memory_format=last))
         self.depthwise = torch.nn.Parameter(make(9, 1, 3, 3).to(memory_format=last))
         self.scalar = torch.nn.Parameter(make())
         self.empty = torch.nn.Parameter(make(0, 3))
         self.small = torch.nn.Parameter(make(7))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """One intra-op thread unless a test says otherwise: it is the trainers' count under torchrun."""
+    with threads(1):
+        yield
 
 
 @contextmanager
@@ -72,10 +79,10 @@ def threads(count: int) -> Iterator[None]:
 
 
 @cache
-def example(dtype: torch.dtype) -> tuple[Shapes, list[list[torch.Tensor]]]:
+def example(dtype: torch.dtype, large: int = 300_044) -> tuple[Shapes, list[list[torch.Tensor]]]:
     """A model and the gradients of four steps; made once, they are dearer than the steps."""
     generator = torch.Generator().manual_seed(7)
-    model = Shapes(dtype, generator)
+    model = Shapes(dtype, generator, large)
     gradients = []
     for _ in range(4):
         fill_gradients(model, generator)
@@ -84,7 +91,9 @@ def example(dtype: torch.dtype) -> tuple[Shapes, list[list[torch.Tensor]]]:
     return model, gradients
 
 
-def run(name: str, options: dict[str, Any], dtype: torch.dtype, *, trainer_threads: int = 1) -> Iterator[list[str]]:
+def run(
+    name: str, options: dict[str, Any], dtype: torch.dtype, *, trainer_threads: int = 1, own_threads: int = 1
+) -> Iterator[list[str]]:
     """Train and shadow side by side; yields the keys that differ after each step."""
     template, steps = example(dtype)
     model = copy.deepcopy(template)
@@ -96,7 +105,8 @@ def run(name: str, options: dict[str, Any], dtype: torch.dtype, *, trainer_threa
         gradients = gradients_of(model)
         with threads(trainer_threads):
             optimizer.step()
-        shadow.apply(step, gradients, fields_of(optimizer))
+        with threads(own_threads):
+            shadow.apply(step, gradients, fields_of(optimizer))
         yield differences(shadow, model, optimizer)
 
 
@@ -118,7 +128,7 @@ def test_trainer_threads(name: str, options: dict[str, Any], implementation: str
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if implementation == "fused" and name == "SGD" and dtype.itemsize == 2:
             continue
-        for different in run(name, options, dtype, trainer_threads=count):
+        for different in run(name, options, dtype, trainer_threads=count, own_threads=5 - count):
             assert different == [], dtype
 
 
@@ -170,15 +180,14 @@ def test_mixed_dtypes_in_one_group(name: str, options: dict[str, Any]) -> None:
     for step in (1, 2, 3):
         fill_gradients(model, generator)
         gradients = gradients_of(model)
-        with threads(1):
-            optimizer.step()
+        optimizer.step()
         shadow.apply(step, gradients, fields_of(optimizer))
         assert differences(shadow, model, optimizer) == []
 
 
 def test_gradients_are_only_read_and_need_element_alignment_only() -> None:
     """foreach SGD with nesterov writes to .grad; the landing that the gradient lies in must not change."""
-    template, steps = example(torch.float32)
+    template, steps = example(torch.float32, 5003)
     for name, options in CONFIGURATIONS:
         for extra in IMPLEMENTATIONS.values():
             model = copy.deepcopy(template)

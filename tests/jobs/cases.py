@@ -48,13 +48,13 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(16, 40)
-        self.double = nn.Linear(40, 40).double()
-        self.half = nn.Linear(40, 24).bfloat16()
+        self.wide = nn.Linear(40, 40).double()
+        self.narrow = nn.Linear(40, 24).bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
-        x = torch.tanh(self.double(x.double()))
-        return self.half(x.bfloat16()).float()
+        x = torch.tanh(self.wide(x.double()))
+        return self.narrow(x.bfloat16()).float()
 
 
 class Job:
