@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowcheck.trainer import attach as attach
     from flowcheck.client import load as load
+    from flowcheck.trainer import attach as attach
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flowcheck.connection import Connection
-from flowcheck.description import JobDescription, TensorSpec
+from flowcheck.description import JobDescription, TensorSpec, check_scheduler
 from flowcheck.errors import FlowcheckError, UsageError
 from flowcheck.protocol import CHUNK, HEADER_KEY, WINDOW
 from flowcheck.sessions import digest
@@ -151,6 +151,7 @@ def _snapshot(header: bytes) -> Snapshot:
         reasons=reader.sequence("reasons", 1024, text),
         not_covered=reader.sequence("not_covered", MAX_TENSORS, text),
         groups=reader.sequence("groups", 1 << 14, decode_value),
+        scheduler=check_scheduler(reader.value("scheduler"), "scheduler"),
     )
     for key, spec in reader.sequence("tensors", 4 * MAX_TENSORS, _table_entry):
         snapshot.tensors[key] = (spec, np.empty(spec.nbytes, np.uint8))

@@ -43,6 +43,7 @@ __all__ = [
     "ParameterSpec",
     "TensorSpec",
     "check_run_name",
+    "check_scheduler",
     "decode_value",
     "encode_value",
 ]
@@ -189,6 +190,15 @@ class GroupRecord:
         return result
 
 
+def check_scheduler(value: Any, path: str) -> dict[str, Any] | None:
+    """`value` if it is {"class", "state"} or None, as `reconstruct.lr.scheduler_state` makes it."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or set(value) != {"class", "state"}:
+        raise DescriptionError(f"{path}: expected null or an object of class and state")
+    return value
+
+
 @dataclass(slots=True)
 class JobDescription:
     """One attach: the job, its model, optimizer, DDP settings and process group; `step` optimizer steps are
@@ -262,10 +272,7 @@ class JobDescription:
         device = reader.text("device", 16)
         if device not in ("cpu", "cuda"):
             raise reader.fail("device", f"{device!r} is neither cpu nor cuda")
-        scheduler = reader.value("scheduler")
-        known = isinstance(scheduler, dict) and set(scheduler) == {"class", "state"}
-        if scheduler is not None and not known:
-            raise reader.fail("scheduler", "expected null or an object of class and state")
+        scheduler = check_scheduler(reader.value("scheduler"), f"{reader.path}.scheduler")
         result = cls(
             version=version,
             run=check_run_name(reader.text("run")),

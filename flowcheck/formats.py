@@ -43,7 +43,8 @@ def to_torch(snapshot: Snapshot, *, copy: bool = True) -> dict[str, Any]:
     `model`: the unwrapped module's state_dict, frozen parameters, persistent buffers and second names of tied
     tensors (sharing storage) included, every tensor with the trainer's strides. `optimizer`: what the
     trainer's `optimizer.state_dict()` was, integers in the order of the groups; parameters without state are
-    absent. Then `step`, `epoch`, `run`, `confirmed`, `exact`, `not_covered`.
+    absent. `scheduler`: the learning-rate scheduler's state_dict as it stands after the step, None where it was
+    not given to `attach` or cannot be known. Then `step`, `epoch`, `run`, `confirmed`, `exact`, `not_covered`.
 
     With `copy=False` tensors share memory with the snapshot's arrays where these are writable.
     """
@@ -61,6 +62,7 @@ def to_torch(snapshot: Snapshot, *, copy: bool = True) -> dict[str, Any]:
             "state": {numbers[name]: entry for name, entry in state.items()},
             "param_groups": groups,
         },
+        "scheduler": _scheduler(snapshot),
         "step": snapshot.step,
         "epoch": snapshot.epoch,
         "run": snapshot.run,
@@ -255,6 +257,12 @@ def _tensor(spec: TensorSpec, data: np.ndarray, copy: bool) -> torch.Tensor:
     if copy or not data.flags.writeable:
         data = data.copy()
     return torch.from_numpy(data).view(dtype).as_strided(spec.shape, spec.stride)
+
+
+def _scheduler(snapshot: Snapshot) -> dict[str, Any] | None:
+    from reconstruct.lr import state_dict
+
+    return None if snapshot.scheduler is None else state_dict(snapshot.scheduler)
 
 
 def _model(snapshot: Snapshot, copy: bool) -> dict[str, torch.Tensor]:

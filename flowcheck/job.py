@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ class Job:
     epoch: int
     description: JobDescription
     shadow: Shadow
-    predictor: Predictor
+    predictor: Predictor  # of the capture thread
+    schedule: Predictor  # for snapshots, under `scheduler_lock`
     exact: bool
     reasons: list[str]
     tracker: StepTracker | None = None
@@ -35,6 +37,7 @@ class Job:
     job_step: int = 0  # newest step that the trainer is known to have done
     lag_ms: float | None = None
     persisted: int | None = None
+    scheduler_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def key(self) -> str:
@@ -59,7 +62,15 @@ class Job:
             [] if first else [buffer.name for buffer in self.description.buffers],
             [dict(group) for group in pin.groups],
             pin.tensors,
+            self._scheduler(pin.step),
         )
+
+    def _scheduler(self, step: int) -> dict[str, Any] | None:
+        """The scheduler's state after `step`, unless a marker showed that it is stepped in another rhythm."""
+        if self.predictor.reason:
+            return None
+        with self.scheduler_lock:
+            return self.schedule.scheduler(step)
 
     def contradiction(self, canaries: tuple[Canary, ...]) -> str | None:
         """What the trainer's own parameter values say against the shadow's, after the same step.

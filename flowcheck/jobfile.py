@@ -132,6 +132,7 @@ def snapshot(path: Path, epoch: int, *, verify: bool = True) -> Snapshot:
         confirmed=True,
         exact=True,
         groups=[dict(group.fields) for group in description.optimizer.groups],
+        scheduler=description.scheduler,
         tensors=tensors,
     )
 

@@ -88,7 +88,9 @@ class Jobs:
         exact, reasons = exactness(description)
         with self._lock:
             epoch = self._open_epoch(description.run)
-            job = Job(description.run, epoch, description, shadow, Predictor(description), exact, list(reasons))
+            job = Job(
+                description.run, epoch, description, shadow, Predictor(description), Predictor(description), exact, reasons
+            )
             job.job_step = description.step
             for other in list(self.jobs.values()):
                 if not other.ended and (other.run == job.run or _shares_group(other.description, description)):

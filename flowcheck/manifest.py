@@ -13,7 +13,14 @@ from typing import Any
 
 import xxhash
 
-from flowcheck.description import DescriptionError, JobDescription, TensorSpec, decode_value, encode_value
+from flowcheck.description import (
+    DescriptionError,
+    JobDescription,
+    TensorSpec,
+    check_scheduler,
+    decode_value,
+    encode_value,
+)
 from flowcheck.specs import MAX_GROUPS, MAX_TENSORS
 from flowcheck.tensorfile import DamagedFile
 from flowcheck.values import Reader, text
@@ -56,6 +63,7 @@ class Manifest:
     not_covered: list[str]
     written_ns: int
     groups: list[dict[str, Any]]
+    scheduler: dict[str, Any] | None
     aliases: dict[str, str]
     """Second names of tied tensors -> the name under which the tensor is stored."""
     tensors: dict[str, TensorRecord]
@@ -87,6 +95,7 @@ class Manifest:
                 "not_covered": self.not_covered,
                 "written_ns": self.written_ns,
                 "groups": [encode_value(group, "groups") for group in self.groups],
+                "scheduler": encode_value(self.scheduler, "scheduler"),
                 "aliases": self.aliases,
                 "tensors": tensors,
                 "files": _files_to_json(self.files),
@@ -110,6 +119,7 @@ class Manifest:
                 not_covered=reader.sequence("not_covered", MAX_TENSORS, text),
                 written_ns=reader.integer("written_ns", 0, 1 << 63),
                 groups=reader.sequence("groups", MAX_GROUPS, _group),
+                scheduler=check_scheduler(reader.value("scheduler"), "scheduler"),
                 aliases={name: text(kept, "aliases") for name, kept in _object(reader, "aliases").items()},
                 tensors={key: _tensor(item, key) for key, item in _object(reader, "tensors").items()},
                 files=_files_from_json(_object(reader, "files")),

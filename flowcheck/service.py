@@ -66,5 +66,6 @@ def snapshot_header(snapshot: Snapshot) -> dict[str, Any]:
         "reasons": list(snapshot.reasons),
         "not_covered": list(snapshot.not_covered),
         "groups": [encode_value(group, f"groups[{i}]") for i, group in enumerate(snapshot.groups)],
+        "scheduler": encode_value(snapshot.scheduler, "scheduler"),
         "tensors": [[key, spec.to_json()] for key, (spec, _) in snapshot.tensors.items()],
     }

@@ -39,6 +39,8 @@ class Snapshot:
     tensors: dict[str, tuple[TensorSpec, np.ndarray]] = field(default_factory=dict)
     """Key -> spec and uint8[nbytes], the tensor's bytes in memory order. May be a view of the shadow's
     arena: then it is valid only while the shadow's pin is held."""
+    scheduler: dict[str, Any] | None = None
+    """{"class", "state"} of the learning-rate scheduler as it stands for the next step; None if not known."""
 
     @property
     def nbytes(self) -> int:

@@ -67,6 +67,7 @@ def write(snapshot: Snapshot, folder: Path, meter: Meter, copied: Callable[[], N
         not_covered=list(snapshot.not_covered),
         written_ns=time.time_ns(),
         groups=snapshot.groups,
+        scheduler=snapshot.scheduler,
         aliases=aliases,
         tensors=tensors,
         files=files,
@@ -128,6 +129,7 @@ def read(folder: Path, *, verify: bool = True, progress: Callable[[int, int], No
         reasons=manifest.reasons,
         not_covered=manifest.not_covered,
         groups=manifest.groups,
+        scheduler=manifest.scheduler,
         tensors=tensors,
     )
 

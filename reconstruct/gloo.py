@@ -139,9 +139,10 @@ class GlooDecoder:
     def place(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
         """Place an all-reduce that was planned RAW, now that its size is known.
 
-        Done only if the size fits: a link has shown exactly the messages of such an all-reduce and no sign of more,
-        and no link shows anything else at a certain position; otherwise None. Then every link's messages at certain
-        positions are placed, those still to come as well. Events that this causes come with the next `feed`.
+        Done only if the size fits: every link that lost no message border has shown exactly the messages of such an
+        all-reduce and no sign of more, at least one link has, and none shows anything else at a certain position;
+        otherwise None. Then every link's messages at certain positions are placed, those still to come as well; one
+        that the size does not have poisons the landing. Events that this causes come with the next `feed`.
         """
         landing = self._held.landings.get((group, tag))
         if (group, tag) in self._held.placed:
@@ -245,7 +246,7 @@ class GlooDecoder:
         elif plan is RAW:
             entry[g.PLAN] = g.KEPT
             link = RawLink(sender, receiver, 0 if entry[g.PRIVATE] else None)
-            self._held.raw.setdefault((group, tag), {})[int(row[g.UID]), slot] = link
+            self._held.raw.setdefault((group, tag), {}).setdefault((int(row[g.UID]), slot), link)
         else:
             entry[g.PLAN] = g.COUNTED
 

@@ -17,6 +17,8 @@ Nothing here trusts its input: every length is checked before it is used.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -246,8 +248,9 @@ def run(state: State, n: int, flows: np.ndarray, kinds: np.ndarray, offsets: np.
         if cursor[g.C_LOG] > g.LOG_ROWS - 2 * g.RECENT - _LOG_MARGIN:
             return g.DRAIN
         i = cursor[g.C_SPAN]
-        flow, kind = np.int64(flows[i]), kinds[i]
-        lane = np.int64(state.lane[flow])
+        flow: Any = np.int64(flows[i])
+        lane: Any = np.int64(state.lane[flow])
+        kind = kinds[i]
         if kind == OPEN:
             if lane >= 0:
                 note(state, g.LOG_CLOSED, lane, 2, flow, 0, 0, 0)

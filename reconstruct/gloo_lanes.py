@@ -124,7 +124,7 @@ class LaneTable:
             recent[np.isin(recent[:, g.R_ADDRESS], addresses), g.R_KIND] = g.NOWHERE
             kind, tag = split(int(row[g.CURRENT])) if row[g.MODE] == g.PAYLOAD else (0, 0)
             if kind and tag < below:
-                row[g.DEST_KIND] = g.NOWHERE
+                row[g.DEST_KIND] = recent[row[g.NEWEST], g.R_KIND] = g.NOWHERE
                 busy.append(lane)
         return busy
 

@@ -123,6 +123,11 @@ class RawLink:
     frozen: bool = False
     placed: int = 0  # messages already put into a landing
 
+    @property
+    def untouched(self) -> bool:
+        """Whether no message border was lost: all its messages are here once the collective is over."""
+        return self.certain is None and not self.frozen
+
     def contradicts(self, size: int, itemsize: int, world: int) -> bool:
         """Whether messages at certain positions have other lengths than an all-reduce of `size`."""
         return not self._agrees(size, itemsize, world, self.certain)

@@ -6,6 +6,8 @@ or the reason why the kernel must stop and ask Python; they are called again wit
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -120,9 +122,11 @@ def _begin_payload(state: State, lane: int, number: int, slot: int, length: int)
     if plan == g.KEPT and not row[g.READY]:
         return g.ALLOCATE
     index = entry[g.COUNT]
-    kind, offset = g.NOWHERE, np.int64(0)
+    kind: Any = g.NOWHERE
+    offset: Any = np.int64(0)
     if plan == g.REDUCE or plan == g.DONE:
-        expected, final = np.int64(-1), False
+        expected: Any = np.int64(-1)
+        final = False
         if plan == g.REDUCE:
             offset, expected, final = message(
                 entry[g.SIZE], entry[g.ITEM], entry[g.WORLD], entry[g.SENDER_RANK], index)

@@ -83,9 +83,15 @@ def _decompose(lanes: LaneTable, lane: int, open_: list[int], gap: int) -> list[
     closed = (
         back >= 0
         and state.lanes[back, g.MODE] in (g.PREAMBLE, g.PAYLOAD)
-        and state.lanes[back, g.DIRT] == g.CLEAN
+        and state.lanes[back, g.DIRT] != g.UNPROVEN
         and state.lanes[back, g.LAST_TS] >= row[g.LAST_TS]
     )
+    if closed and state.lanes[back, g.DIRT] == g.UNPROVEN_BELOW:
+        # It had a gap itself, but not since the collectives above a certain tag began.
+        tags = [split(int(entries[i, g.SLOT]))[1] for i in open_]
+        closed = min(tags, default=1 << 32) > state.lanes[back, g.CLEAN_ABOVE]
+    unfinished = entries[(entries[:, g.SLOT] >= 0) & (entries[:, g.PLAN] != g.DONE)]
+    closed = closed and not any(_past(row, entry) and _pending(lanes, back, entry) > 0 for entry in unfinished)
     slots = []
     for i in open_:
         lengths = _next_lengths(lanes, back if closed else -1, entries[i])
@@ -107,15 +113,20 @@ def _decompose(lanes: LaneTable, lane: int, open_: list[int], gap: int) -> list[
     return lost_payloads(gap, slots, closed)[: len(open_)]
 
 
+def _pending(lanes: LaneTable, back: int, entry: np.ndarray) -> int:
+    """Payloads of a slot that the reverse lane has asked for and this lane has not shown."""
+    asked = lanes.entry(back, int(entry[g.SLOT]))
+    return (int(asked[g.WANTED]) if asked is not None else 0) - int(entry[g.COUNT])
+
+
 def _next_lengths(lanes: LaneTable, back: int, entry: np.ndarray) -> list[int] | None:
     """Lengths of the payloads that the slot may have sent since; None if they are not known."""
     if back < 0:
         return None
-    announced = lanes.entry(back, int(entry[g.SLOT]))
-    wanted = int(announced[g.WANTED]) if announced is not None else 0
-    number = wanted - int(entry[g.COUNT])
+    number = _pending(lanes, back, entry)
     if number < 0:
         return None
+    announced = lanes.entry(back, int(entry[g.SLOT]))
     if entry[g.PLAN] == g.REDUCE:
         lengths = _scheduled(entry, number)
         return lengths if len(lengths) == number else None
@@ -137,9 +148,11 @@ def _scheduled(entry: np.ndarray, number: int) -> list[int]:
 
 
 def slot_completed(row: np.ndarray, entry: np.ndarray) -> None:
-    """A private slot's list proved complete: after enough of them later slots need no proof any more."""
+    """Every message of a slot was seen on a lane, payloads or requests: after enough of them later slots need no
+    proof any more. A slot counts once, and only if it was not seen before the lane's last gap."""
     if row[g.DIRT] != g.UNPROVEN or entry[g.BORN] != row[g.GAPS]:
         return
+    entry[g.BORN] = -1
     row[g.PROVEN] += 1
     row[g.PROVEN_TAG] = max(int(row[g.PROVEN_TAG]), split(int(entry[g.SLOT]))[1])
     if row[g.PROVEN] >= CLEAN_AFTER:

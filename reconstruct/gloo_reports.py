@@ -123,6 +123,10 @@ class Reports:
         """A link has brought every message of an all-reduce, each with the right length."""
         self.counts["links_done"] += 1
         entry, member = self._lanes.entry(lane, slot), self._lanes.member(lane)
+        back = int(self._lanes.state.lanes[lane, g.PEER])
+        asked = self._lanes.entry(back, slot) if back >= 0 else None
+        if entry is not None and asked is not None and asked[g.WANTED] == entry[g.COUNT]:
+            slot_completed(self._lanes.state.lanes[back], asked)  # the reverse lane has shown every request
         private = self._held.private.get((lane, slot))
         if entry is None or member is None or private is None:
             return
@@ -179,6 +183,9 @@ class Reports:
             if link is not None and not link.frozen:
                 link.messages.append(message)
             else:
+                # Its memory lives as long as the event only: no copy may be compared with it later.
+                recent = self._lanes.state.recent[lane]
+                recent[recent[:, g.R_START] == message.start, g.R_KIND] = g.NOWHERE
                 self._held.discard(message)
         if member is None or entry is None:
             return
@@ -212,7 +219,8 @@ class Reports:
         whole = [link.whole(size, itemsize, world) and self._over(uid, slot) for uid, link in links]
         wrong = [uid for uid, link in links if link.sender < 0 or link.contradicts(size, itemsize, world)]
         landing = self._held.landings.get((group, tag))
-        if first and (wrong or not any(whole) or (landing is not None and landing.size != size)):
+        short = any(link.untouched and not every for (_, link), every in zip(links, whole, strict=True))
+        if first and (wrong or short or not any(whole) or (landing is not None and landing.size != size)):
             return None
         landing = self._held.shared(group, tag, size, itemsize, world)
         if landing is None:

@@ -39,12 +39,15 @@ COMPLETED, CONFLICTED, DROPPED = 1, 2, 4
 META_WORDS = 16
 
 
-@intrinsic
-def pointer(typingctx: Any, address: Any) -> Any:
+def _pointer(typingctx: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), codegen
+
+
+pointer: Any = intrinsic(_pointer)
+"""(address) -> void pointer, for `numba.carray` in kernels."""
 
 
 @njit(inline="always")
@@ -113,7 +116,8 @@ def deposit(address: int, offset: int, source: int, count: int, sender: int, ts:
     low = offset - base
     high = low + count
     data = meta[DATA] + base
-    before, node = -1, np.int64(heads[number])
+    before: Any = -1
+    node: Any = np.int64(heads[number])
     while node >= 0 and nodes[4 * node + 1] < low:
         before, node = node, np.int64(nodes[4 * node + 2])
     result = 0

@@ -70,6 +70,12 @@ def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
     return {"class": name, "state": state}
 
 
+def state_dict(described: dict[str, Any]) -> dict[str, Any]:
+    """What `scheduler.state_dict()` gives for a scheduler described by `scheduler_state`."""
+    result: dict[str, Any] = _rebuilt(described, _stand_in([])).state_dict()
+    return result
+
+
 class Predictor:
     """Hyper-parameters in force at each step after the attach, as far as they follow from the description."""
 
@@ -106,6 +112,19 @@ class Predictor:
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
         return copy.deepcopy(self._groups)
+
+    def scheduler(self, step: int) -> dict[str, Any] | None:
+        """The scheduler as it stands once step `step` and its own step after it are done, as `scheduler_state`.
+
+        None: there is no scheduler, or it cannot be known any more.
+        """
+        if self.reason or self._described is None or step + 1 < self._first:
+            return None
+        if self._step != step + 1:
+            self._restart()
+            self._answers.pop(step + 1, None)
+            self.fields(step + 1)
+        return scheduler_state(self._scheduler) if self._step == step + 1 and not self.reason else None
 
     def observe(self, step: int, fields: list[dict[str, Any]]) -> bool:
         """Compare with a marker's truth: all fields of all groups in force in step `step`.

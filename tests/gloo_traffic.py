@@ -75,8 +75,10 @@ class Job:
     base_port: int = 40000
     frames: list[Frame] = field(default_factory=list)
     truth: dict[int, tuple[np.ndarray, int]] = field(default_factory=dict)  # tag -> (bytes, item size)
+    starts: dict[Link, list[tuple[int, int, int]]] = field(default_factory=dict)  # link -> (offset, opcode, slot)
     _now: int = 1_700_000_000_000_000_000
     _sent: dict[Link, int] = field(default_factory=dict)
+    _length: dict[Link, int] = field(default_factory=dict)
     _random: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
@@ -110,6 +112,10 @@ class Job:
         for at in range(0, len(data), step):
             self._frame(link, 0x10, data[at : at + step])
 
+    def _start(self, link: Link, head: bytes) -> None:
+        opcode, slot = struct.unpack("<QQ", head[8:24])
+        self.starts.setdefault(link, []).append((self._length.get(link, 0), opcode, slot))
+
     def _flags(self, link: Link, flags: int) -> None:
         self._frame(link, flags, b"")
 
@@ -119,11 +125,24 @@ class Job:
         if link in self.mirrored:
             ack = self._sent.get((link[1], link[0]), 0)
             self.frames.append(Frame(self._now, link, sequence, ack, flags, payload))
+        self._length[link] = self._length.get(link, 0) + len(payload)
         self._sent[link] = (sequence + len(payload) + (1 if flags & 0x03 else 0)) & 0xFFFFFFFF
 
     def allreduce(self, sizes: dict[int, tuple[int, int]], *, values: dict[int, np.ndarray] | None = None) -> None:
         """All-reduces under way together: tag -> (bytes, item size); their messages are interleaved."""
-        queues: list[list[tuple[Link, int, int, bytes]]] = []
+        queues = self.queues(sizes, values=values)
+        while queues:
+            queue = self._random.choice(queues)
+            link, tag, body = queue.pop(0)
+            self.message(link, ALLREDUCE, tag, body)
+            if not queue:
+                queues.remove(queue)
+
+    def queues(
+        self, sizes: dict[int, tuple[int, int]], *, values: dict[int, np.ndarray] | None = None
+    ) -> list[list[tuple[Link, int, bytes]]]:
+        """The messages of all-reduces, (link, tag, payload), one list per tag and link."""
+        queues: list[list[tuple[Link, int, bytes]]] = []
         for tag, (size, itemsize) in sizes.items():
             made = np.frombuffer(self._random.randbytes(size), np.uint8)
             final = made if values is None or tag not in values else values[tag]
@@ -136,14 +155,9 @@ class Job:
                 queue = []
                 for offset, length, last in ring_messages(size, itemsize, self.world, rank):
                     body = whole[offset : offset + length] if last else self._random.randbytes(length)
-                    queue.append((link, tag, length, body))
+                    queue.append((link, tag, body))
                 queues.append(queue)
-        while queues:
-            queue = self._random.choice(queues)
-            link, tag, length, body = queue.pop(0)
-            self.message(link, ALLREDUCE, tag, body)
-            if not queue:
-                queues.remove(queue)
+        return queues
 
     def message(self, link: Link, kind: int, tag: int, body: bytes) -> None:
         """One payload with its two announcements."""
@@ -151,8 +165,10 @@ class Job:
         notices = [(link, preamble(2, kind, tag, len(body))), (back, preamble(3, kind, tag, len(body)))]
         self._random.shuffle(notices)
         for where, data in notices:
+            self._start(where, data)
             self.send(where, data)
         head = preamble(1, kind, tag, len(body))
+        self._start(link, head)
         if self._random.random() < 0.5:
             self.send(link, head)
             self.send(link, body)

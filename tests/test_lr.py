@@ -13,7 +13,7 @@ from shadow_cases import describe, fields_of
 from torch.optim import lr_scheduler as schedulers
 
 from flowcheck.description import JobDescription, decode_value, encode_value
-from reconstruct.lr import SCHEDULERS, Predictor, scheduler_state
+from reconstruct.lr import SCHEDULERS, Predictor, scheduler_state, state_dict
 
 Make = Callable[[torch.optim.Optimizer], Any]
 STEPS = 120
@@ -235,3 +235,20 @@ def test_state_that_fits_no_scheduler_predicts_nothing(hostile: dict[str, Any]) 
     predictor = Predictor(describe(model, real, 0, hostile))
     assert predictor.fields(3) is None
     assert predictor.reason
+
+
+@pytest.mark.parametrize("name", sorted(REPLAYED))
+def test_a_restored_scheduler_goes_on_as_the_real_one(name: str) -> None:
+    model, optimizer, real = job(REPLAYED[name])
+    predictor = Predictor(described(model, optimizer, real, 0))
+    for step in range(1, 31):
+        optimizer.step()
+        real.step()
+        if step in (1, 5, 8, 13, 30):
+            _, other, restored = job(REPLAYED[name])
+            restored.load_state_dict(state_dict(predictor.scheduler(step)))
+            assert restored.state_dict() == real.state_dict()
+            # The optimizer's own state hands out the rate that was in force; the scheduler knows the next one.
+            for group, rate in zip(other.param_groups, restored.get_last_lr(), strict=True):
+                group["lr"] = rate
+            assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]

@@ -195,6 +195,10 @@ def test_cut_payload_is_a_gap() -> None:
     block = block_of([whole[:-5], tail], wirelen=[len(whole), len(tail)])
     assert wire.take(block, START) == [("data", 0, 0, b"abc")]
     assert wire.flush() == [("hole", 0, 3, 5), ("data", 0, 8, b"ijkl")]
+    # Also where nothing follows: the frame itself tells how much it carried.
+    last = data(12, b"mnopqrst")
+    assert wire.take(block_of([last[:-5]], wirelen=[len(last)]), START) == [("data", 0, 12, b"mno")]
+    assert wire.flush() == [("hole", 0, 15, 5)]
 
 
 def test_keep_alive_probes_are_nothing() -> None:

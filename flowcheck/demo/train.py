@@ -75,14 +75,14 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(len(symbols)), bucket_cap_mb=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     done = 0
     if args.resume is not None:
         state = torch.load(args.resume)
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["scheduler"])
         done = state["step"]
-    # The restored learning rate is the one of the last step done: the schedule goes on from there.
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps, last_epoch=done - 1)
     if not args.no_flowcheck:
         flowcheck.attach(model, optimizer, step=done, scheduler=schedule)  # the one line
 

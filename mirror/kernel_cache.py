@@ -1,0 +1,52 @@
+"""Where compiled kernels are kept: one folder per state of the sources.
+
+numba keeps machine code beside each module and looks at that module alone when it decides whether the code is still
+good. Kernels here call kernels of other modules, so after a change in one the callers would go on with the old one.
+A folder named after a hash of all kernel sources rules that out. It holds pickles, so it must be the user's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+VARIABLE = "NUMBA_CACHE_DIR"
+
+
+def use_own_cache() -> None:
+    """Point numba at the folder, before any kernel is defined. A folder that the user has set stays."""
+    if os.environ.get(VARIABLE):
+        return
+    folder = _private(Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "flowcheck")
+    if folder is None:
+        folder = _private(Path(tempfile.gettempdir()) / f"flowcheck-kernels-{os.getuid()}")
+    if folder is None:
+        return  # numba's own default; it is right as long as nobody edits the sources
+    cache = str(folder / f"kernels-{_sources()}")
+    os.environ[VARIABLE] = cache
+    numba = sys.modules.get("numba")
+    if numba is not None:
+        numba.config.CACHE_DIR = cache
+
+
+def _private(folder: Path) -> Path | None:
+    """`folder`, made if need be, if it is ours alone to write; else None."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat(follow_symlinks=False)
+    except (OSError, RuntimeError):
+        return None
+    mine = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o022
+    return folder if mine and os.access(folder, os.W_OK) else None
+
+
+def _sources() -> str:
+    root = Path(__file__).resolve().parent
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted([*root.glob("*.py"), *(root.parent / "reconstruct").glob("*.py")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
