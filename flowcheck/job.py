@@ -51,6 +51,7 @@ class Job:
         """The pinned step as a Snapshot; its tensors are valid while the pin is held."""
         # Forward passes change buffers and gradients do not tell how, so only those of the attach are proven.
         first = pin.step == self.description.step
+        groups, scheduler = self._after(pin)
         return Snapshot(
             self.description,
             self.run,
@@ -60,17 +61,24 @@ class Job:
             self.exact,
             list(self.reasons),
             [] if first else [buffer.name for buffer in self.description.buffers],
-            [dict(group) for group in pin.groups],
+            groups,
             pin.tensors,
-            self._scheduler(pin.step),
+            scheduler,
         )
 
-    def _scheduler(self, step: int) -> dict[str, Any] | None:
-        """The scheduler's state after `step`, unless a marker showed that it is stepped in another rhythm."""
-        if self.predictor.reason:
-            return None
-        with self.scheduler_lock:
-            return self.schedule.scheduler(step)
+    def _after(self, pin: Pin) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """Param group fields and scheduler as a checkpoint at the end of the pinned step's iteration has them.
+
+        Once the scheduler has stepped the groups hold the next step's rate. Where no scheduler was described, or a
+        marker showed that it is stepped in another rhythm, they are those that were in force in the step.
+        """
+        if not self.predictor.reason:
+            with self.scheduler_lock:
+                scheduler = self.schedule.scheduler(pin.step)
+                fields = self.schedule.fields(pin.step + 1)
+            if scheduler is not None and fields is not None:
+                return fields, scheduler
+        return [dict(group) for group in pin.groups], None
 
     def contradiction(self, canaries: tuple[Canary, ...]) -> str | None:
         """What the trainer's own parameter values say against the shadow's, after the same step.

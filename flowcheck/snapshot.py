@@ -35,7 +35,8 @@ class Snapshot:
     not_covered: list[str] = field(default_factory=list)
     """Names of buffers whose bytes are not proven to be those of this step."""
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Every field of every parameter group, with the values that were in force in this step."""
+    """Every field of every parameter group, as at the end of the step's iteration: with `scheduler`, the values for
+    the next step; without one, those that were in force in this step."""
     tensors: dict[str, tuple[TensorSpec, np.ndarray]] = field(default_factory=dict)
     """Key -> spec and uint8[nbytes], the tensor's bytes in memory order. May be a view of the shadow's
     arena: then it is valid only while the shadow's pin is held."""

@@ -39,18 +39,23 @@ class Part:
 class Measured:
     """What is known of a collective in the end.
 
-    size: bytes of the tensor (all-reduce, broadcast), None if it cannot be told. shown: at least so many of its bytes
-    were captured with their final values. agreed: no link contradicts the size.
+    size: bytes of the tensor (all-reduce, broadcast), None if it cannot be told or if links contradict each other.
+    shown: at least so many of its bytes were captured with their final values.
     """
 
     size: int | None
     shown: int
-    agreed: bool
+
+
+_UNKNOWN = Measured(None, 0)
 
 
 @dataclass(slots=True)
 class Collective:
-    """A collective of kind `kind` (see `gloo_events.KIND_NAMES`) with tag `tag`. time: of its newest message, ns."""
+    """A collective of kind `kind` (see `gloo_events.KIND_NAMES`) with tag `tag`.
+
+    longest: bytes of its longest message; best: most bytes captured of one message; time: of its newest message, ns.
+    """
 
     kind: int
     tag: int
@@ -59,6 +64,7 @@ class Collective:
     payload: int = 0
     missing: int = 0
     longest: int = 0
+    best: int = 0
     time: int = 0
 
     def part(self, link: Link) -> Part:
@@ -74,6 +80,7 @@ class Collective:
         self.payload += message.length
         self.missing += message.missing
         self.longest = max(self.longest, message.length)
+        self.best = max(self.best, message.length - message.missing)
         self.time = max(self.time, message.time)
 
     @property
@@ -84,30 +91,30 @@ class Collective:
     def measure(self, world: int) -> Measured:
         """The tensor's size and how much of it was shown; the list of messages is taken to be over."""
         if self.kind == BROADCAST and self.messages:
-            return Measured(self.longest, self.longest if not self.missing else 0, True)
+            return Measured(self.longest, self.best)
         if self.kind != ALLREDUCE:
-            return Measured(None, 0, True)
+            return _UNKNOWN
         ring = {link: part for link, part in self.parts.items() if link[0] >= 0 and link[1] == (link[0] - 1) % world}
         whole = {link: part for link, part in ring.items() if part.lengths and not part.broken}
         # A list without a gap before it is the better witness: one with a gap may lack its beginning.
         witnesses = {link: part for link, part in whole.items() if part.proven} or whole
         found = _size(witnesses, world)
         if found is None:
-            return Measured(None, 0, not witnesses)
+            return _UNKNOWN
         size, itemsize = found
         shown: dict[int, int] = {}
-        agreed = True
         for (sender, _), part in ring.items():
             places = [schedule.message(size, itemsize, world, sender, i) for i in range(len(part.lengths))]
             fits = all(place[1] == length for place, length in zip(places, part.lengths, strict=True))
             if not part.broken:
                 fits = fits and len(places) == schedule.total(size, itemsize, world, sender)
-            agreed = agreed and (fits or not part.lengths)
+            if part.proven and not fits:
+                return _UNKNOWN
             if fits and (part.proven or not part.broken):
                 for (offset, length, final), missing in zip(places, part.missing, strict=True):
                     if final:
                         shown[offset] = max(shown.get(offset, 0), length - missing)
-        return Measured(size, sum(shown.values()), agreed)
+        return Measured(size, sum(shown.values()))
 
 
 def _size(parts: dict[Link, Part], world: int) -> tuple[int, int] | None:

@@ -67,7 +67,6 @@ class ObservedGroup:
     sizes: Counter[int] = field(default_factory=Counter)
     reduced: int = 0
     unsized: int = 0
-    contradicted: int = 0
     final_bytes: int = 0
     shown_bytes: int = 0
     _kinds: dict[int, _Kind] = field(default_factory=dict)
@@ -141,7 +140,6 @@ class ObservedGroup:
         measured = collective.measure(self.group.world_size)
         if collective.kind == ALLREDUCE:
             self.reduced += 1
-            self.contradicted += not measured.agreed
             if measured.size is None:
                 self.unsized += 1
             else:
@@ -166,7 +164,6 @@ class ObservedGroup:
             "allreduces": {
                 "finished": self.reduced,
                 "without_size": self.unsized,
-                "contradicted": self.contradicted,
                 "sizes": sorted(([size, count] for size, count in self.sizes.items()), reverse=True),
             },
             "in_progress": len(self._open),

@@ -10,6 +10,7 @@ collective, never per packet.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,7 +94,7 @@ class Observer:
         self.flows = Flows(flows)
         self.groups: dict[str, ObservedGroup] = {}
         self.finished: list[Finished] = []
-        self.problems: list[str] = []
+        self.problems: deque[str] = deque(maxlen=8)
         self._tcp = TcpReassembler(self.flows, reorder_bytes=reorder_bytes)
         self._rendezvous = Rendezvous(self.flows)
         self._decoder = WatchedDecoder(self.flows)
@@ -156,7 +157,7 @@ class Observer:
         for name in ended:
             self._end_group(name)
         for group in complete:
-            self._begin_group(group)
+            self.add_group(group)
         for event in self._decoder.feed(spans, now):
             if isinstance(event, LinkLost) and event.group in self.groups:
                 self.groups[event.group].lost(event)
@@ -195,8 +196,9 @@ class Observer:
 
     # Groups and streams
 
-    def _begin_group(self, group: Group) -> None:
-        """Follow a group, or one that is followed already with one more context."""
+    def add_group(self, group: Group) -> None:
+        """Follow a group, or one that is followed already with one more context. Those of a rendezvous on the wire are
+        added without this."""
         known = self.groups.get(group.name)
         taken = {end for context in group.contexts for end in context.values()}
         for name, view in list(self.groups.items()):
@@ -207,7 +209,9 @@ class Observer:
         try:
             self._decoder.add_group(group)
         except ValueError as error:
-            self.problems.append(f"a group of the rendezvous cannot be followed: {error}")
+            self.problems.append(f"cannot follow a group: {error}")
+            if known is not None:
+                known.live = False
             return
         if known is not None:
             known.group, known.live = group, True
@@ -318,7 +322,7 @@ class Observer:
                 "unknown_linktype": transport["unknown_linktype"],
                 "flow_table_full": transport["flow_table_full"],
             },
-            "problems": self.problems[-8:],
+            "problems": list(self.problems),
         }
 
 

@@ -86,13 +86,19 @@ def main() -> None:
     if not args.no_flowcheck:
         flowcheck.attach(model, optimizer, step=done, scheduler=schedule)  # the one line
 
-    for step in range(done + 1, args.steps + 1):
+    def loss_of(step: int) -> torch.Tensor:
         batch = torch.Generator().manual_seed(step * dist.get_world_size() + rank)
         starts = torch.randint(len(data) - CONTEXT - 1, (8,), generator=batch)
         windows = torch.stack([data[s : s + CONTEXT + 1] for s in starts])
-        logits = model(windows[:, :-1])
-        loss = functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        return functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+    # DDP regroups its buckets after the first backward pass of a process, and the order of summation follows the
+    # buckets. One pass that no step uses gives a resumed job the same order, and so the same bits, from its first step.
+    loss_of(0).backward()
+
+    for step in range(done + 1, args.steps + 1):
         optimizer.zero_grad()
+        loss = loss_of(step)
         loss.backward()
         optimizer.step()
         schedule.step()

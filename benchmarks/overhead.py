@@ -1,0 +1,191 @@
+"""What flowcheck costs the trainers: iteration times of a real DDP job with it, without it, and with other checkpoints.
+
+    python benchmarks/overhead.py [--quick] [--json]
+
+Two labs stand side by side, one with a mirrored port and a daemon, one with neither, and take turns: only one trains
+at a time, in blocks of iterations whose order rotates, so that drift of the machine meets all modes alike. Trainers and
+daemon keep to different cores. docs/benchmarks.md explains the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from flowcheck.errors import FlowcheckError
+from flowcheck.lab import Lab, LabConfig, Mirror
+from measure import load, machine, percentile, spread, table
+
+SCRIPT = Path(__file__).with_name("switching_job.py")
+RANKS = 2
+PLAIN, WATCHED = "plain", "watched"
+# Mode -> the lab it runs in and what the script is asked for. "bare again" is the same as "bare": their ratio is noise.
+MODES = {
+    "bare": (PLAIN, "bare"),
+    "flowcheck": (WATCHED, "flowcheck"),
+    "bare again": (PLAIN, "bare"),
+    "mirror only": (WATCHED, "bare"),
+    "torch.save": (PLAIN, "torch.save"),
+    "async_save": (PLAIN, "async_save"),
+}
+DEADLINE = 300.0
+
+
+class Site:
+    """One lab with its trainers waiting for blocks to train."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab = lab
+        self.folder = folder
+        self._asked = 0
+
+    def ask(self, mode: str, warm: int = 0, steps: int = 0) -> None:
+        note = self.folder / "ask"
+        note.write_text(json.dumps({"mode": mode, "warm": warm, "steps": steps}))
+        os.replace(note, self.folder / f"ask-{self._asked}.json")
+        self._asked += 1
+
+    def block(self, mode: str, warm: int, steps: int) -> dict[str, Any]:
+        """Have a block trained; the script's answer. Raises FlowcheckError when a rank ends or takes too long."""
+        self.ask(mode, warm, steps)
+        answer = self.folder / f"answer-{self._asked - 1}.json"
+        deadline = time.monotonic() + DEADLINE
+        while not answer.exists():
+            with suppress(TimeoutError):
+                status = self.lab.wait(0.1)
+                raise FlowcheckError(f"the trainers ended with status {status}: see {self.folder / 'output'}")
+            if time.monotonic() > deadline:
+                raise FlowcheckError(f"no block within {DEADLINE:.0f} s: see {self.folder / 'output'}")
+        return json.loads(answer.read_text())
+
+
+def open_site(stack: ExitStack, folder: Path, name: str, size: tuple[int, int, int]) -> Site:
+    cores = sorted(os.sched_getaffinity(0))
+    folder = folder / name
+    folder.mkdir()
+    watched = name == WATCHED
+    config = LabConfig(
+        command=(str(SCRIPT), str(folder), *map(str, size)),
+        ranks=RANKS,
+        mirrors=(Mirror(1, "both"),) if watched else (),
+        journal=str(folder / "journal.jsonl") if watched else None,
+        daemon=None if watched else (),
+        trainer_cpus=tuple(cores[:-1]),
+        daemon_cpus=(cores[-1],),
+    )
+    output = stack.enter_context(open(folder / "output", "wb"))
+    lab = stack.enter_context(Lab(config, stdout=output.fileno(), stderr=output.fileno()))
+    lab.train()
+    return Site(lab, folder)
+
+
+def proven(site: Site, blocks: list[dict[str, Any]]) -> str | None:
+    """What the daemon did not follow of the flowcheck blocks; None if every step was, to the bit at each block's end."""
+    lines = [json.loads(line) for line in (site.folder / "journal.jsonl").read_text().splitlines()]
+    for epoch, block in enumerate(blocks, 1):
+        mine = {line["step"]: line for line in lines if line["epoch"] == epoch}
+        missing = [step for step in range(block["first"], block["step"] + 1) if step not in mine]
+        if missing:
+            return f"steps {missing[0]}..{missing[-1]} of {block['first']}..{block['step']} were not followed"
+        if mine[block["step"]]["digest"] != block["digest"]:
+            return f"step {block['step']} differs from the trainer's"
+    return None
+
+
+def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, int]) -> dict[str, Any]:
+    """Train all blocks: {"rounds": per round {mode: times}, "hook": seconds, "followed": problem or None}."""
+    results: list[dict[str, list[float]]] = []
+    hook: list[float] = []
+    attached: list[dict[str, Any]] = []
+    names = list(MODES)
+    with ExitStack() as stack:
+        sites = {name: open_site(stack, folder, name, size) for name in (PLAIN, WATCHED)}
+        done = dict.fromkeys(sites, 0)
+        # A first, untimed turn: DDP's rebuilt buckets, allocators, files that exist already.
+        for number in range(-1, rounds):
+            times = {}
+            order = names[number % len(names) :] + names[: number % len(names)]
+            for mode in order:
+                where, asked = MODES[mode]
+                answer = sites[where].block(asked, warm, steps if number >= 0 else 2)
+                times[mode] = answer["times"]
+                if asked == "flowcheck":
+                    attached.append({**answer, "first": done[where] + 1})
+                    hook += answer["hook"] if number >= 0 else []
+                done[where] = answer["step"]
+            if number >= 0:
+                results.append(times)
+        for site in sites.values():
+            site.ask("stop")
+            site.lab.wait(60)
+            site.lab.finish()
+        problem = proven(sites[WATCHED], attached)
+    if problem is not None:
+        raise FlowcheckError(f"the daemon did not keep up, these figures would mean nothing: {problem}")
+    return {"rounds": results, "hook": hook}
+
+
+def summary(rounds: list[dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
+    """Per mode: all times, and per round the ratio of medians to that round's bare iterations."""
+    found = {}
+    for mode in MODES:
+        ratios, late = [], []
+        for times in rounds:
+            bare = times["bare"] if mode == "bare again" else times["bare"] + times["bare again"]
+            ratios.append(statistics.median(times[mode]) / statistics.median(bare))
+            late.append(percentile(times[mode], 95) / percentile(bare, 95))
+        found[mode] = {"times": [t for times in rounds for t in times[mode]], "ratios": ratios, "late_ratios": late}
+    return found
+
+
+def report(rounds: list[dict[str, list[float]]], hook: list[float]) -> str:
+    modes = summary(rounds)
+    rows = [
+        [
+            mode, str(len(found["times"])), f"{statistics.median(found['times']) * 1e3:.1f}",
+            f"{percentile(found['times'], 95) * 1e3:.1f}",
+            "" if mode == "bare" else spread(found["ratios"]), "" if mode == "bare" else spread(found["late_ratios"]),
+        ]
+        for mode, found in modes.items()
+    ]  # fmt: skip
+    head = ["mode", "iterations", "median ms", "p95 ms", "median / bare median", "p95 / bare p95"]
+    return (
+        f"Iteration times of rank 0; ratios per round, median (least to greatest of {len(rounds)} rounds)\n"
+        f"{table(head, rows)}\n\n"
+        f"The step marker's hook, inside these iterations: median {statistics.median(hook) * 1e6:.0f} us, "
+        f"p95 {percentile(hook, 95) * 1e6:.0f} us, {len(hook)} calls"
+    )
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("--quick", action="store_true", help="a small model, one round of few iterations")
+    options.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
+    options.add_argument("--rounds", type=int, help="rounds of blocks [default: 6, quick 1]")
+    args = options.parse_args()
+    rounds = args.rounds or (1 if args.quick else 6)
+    warm, steps, size = (1, 3, (64, 2, 4)) if args.quick else (3, 20, (1024, 4, 64))
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("overhead.py: trainers and daemon need a core each: give it two or more")
+    busy = load()
+    try:
+        with tempfile.TemporaryDirectory(prefix="flowcheck-overhead-") as name:
+            found = run(Path(name), rounds, warm, steps, size)
+    except FlowcheckError as error:
+        sys.exit(f"overhead.py: {error}")
+    if args.json:
+        print(json.dumps({"machine": machine(), "load": busy, "hook": found["hook"], "modes": summary(found["rounds"])}))
+    else:
+        print(f"{machine()}\nload before: {busy:.1f}; {RANKS} trainers\n\n{report(found['rounds'], found['hook'])}")
+
+
+if __name__ == "__main__":
+    main()

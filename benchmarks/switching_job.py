@@ -1,0 +1,133 @@
+"""The training script of overhead.py: trains in blocks, each in the mode that the benchmark asks for.
+
+Usage: switching_job.py FOLDER WIDTH LAYERS BATCH. Block k is asked for by FOLDER/ask-<k>.json {"mode", "warm", "steps"};
+mode "stop" ends the script. Rank 0 answers with FOLDER/answer-<k>.json: seconds per timed iteration, seconds in
+flowcheck's hook per timed iteration, optimizer steps done, and the digest of the state at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import flowcheck
+
+POLL = 0.02
+
+
+class Job:
+    """Model, optimizer and one iteration of training, which is the same in every mode."""
+
+    def __init__(self, folder: Path, width: int, layers: int, batch: int) -> None:
+        self.folder = folder
+        self.rank = dist.get_rank()
+        # async_save talks about its plans in the background: on DDP's own group that would tangle with training.
+        self.checkpoints = dist.new_group(backend="gloo")
+        torch.manual_seed(0)
+        net = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.GELU())))
+        self.model = DistributedDataParallel(net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.inputs = torch.randn(batch, width, generator=torch.Generator().manual_seed(self.rank))
+        self.done = 0
+        self.pending: Any = None
+
+    def iteration(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.inputs).square().mean().backward()
+        self.optimizer.step()
+        self.done += 1
+
+    def save(self) -> None:
+        """What rank 0 of a plain DDP script does; the others go on to the next iteration's first reduction."""
+        if self.rank == 0:
+            state = {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+            torch.save({**state, "step": self.done}, self.folder / f"checkpoint-{self.done % 2}.pt")
+
+    def async_save(self) -> None:
+        """The documented form: one save at a time, the state staged to memory, written by a thread."""
+        self.wait()
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        self.pending = dcp.async_save(
+            {"model": model, "optimizer": optimizer},
+            checkpoint_id=self.folder / f"dcp-{self.done % 2}",
+            process_group=self.checkpoints,
+        )
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+
+def timing(optimizer: torch.optim.Optimizer, into: list[float]) -> None:
+    """Note the seconds of every call of the optimizer's newest post-step hook, in place, in the training itself."""
+    hooks = optimizer._optimizer_step_post_hooks
+    key, hook = list(hooks.items())[-1]
+
+    def timed(*args: Any) -> None:
+        start = time.perf_counter()
+        hook(*args)
+        into.append(time.perf_counter() - start)
+
+    hooks[key] = timed
+
+
+def block(job: Job, mode: str, warm: int, steps: int) -> dict[str, Any]:
+    """Train warm + steps iterations in one mode and time the last `steps`."""
+    hook: list[float] = []
+    handle = None
+    if mode == "flowcheck":
+        handle = flowcheck.attach(job.model, job.optimizer, step=job.done, run="overhead", strict=True)
+        timing(job.optimizer, hook)
+    extra: Callable[[], None] | None = {"torch.save": job.save, "async_save": job.async_save}.get(mode)
+    times = []
+    dist.barrier()
+    for _ in range(warm + steps):
+        start = time.perf_counter()
+        job.iteration()
+        if extra is not None:
+            extra()
+        times.append(time.perf_counter() - start)
+    job.wait()
+    dist.barrier()
+    if handle is not None:
+        handle.close()
+    return {
+        "times": times[warm:], "hook": hook[warm:], "step": job.done,
+        "digest": flowcheck.digest(job.model, job.optimizer),
+    }  # fmt: skip
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    job = Job(folder, *(int(text) for text in sys.argv[2:5]))
+    for number in range(1 << 30):
+        ask = folder / f"ask-{number}.json"
+        while not ask.exists():
+            time.sleep(POLL)
+        asked = json.loads(ask.read_text())
+        if asked["mode"] == "stop":
+            break
+        answer = block(job, asked["mode"], asked["warm"], asked["steps"])
+        if job.rank == 0:
+            (folder / "answer").write_text(json.dumps(answer))
+            os.replace(folder / "answer", folder / f"answer-{number}.json")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
