@@ -37,6 +37,9 @@ MODES = {
     "async_save": (PLAIN, "async_save"),
 }
 DEADLINE = 300.0
+HOOK_CALLS = 500
+
+Timed = tuple[float, float]  # seconds: wall clock, CPU of the thread
 
 
 class Site:
@@ -101,9 +104,9 @@ def proven(site: Site, blocks: list[dict[str, Any]]) -> str | None:
 
 
 def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, int]) -> dict[str, Any]:
-    """Train all blocks: {"rounds": per round {mode: times}, "hook": seconds, "followed": problem or None}."""
+    """Train all blocks: {"rounds": per round {mode: times}, "hook", "hook_alone": (wall, CPU) of every call}, seconds."""
     results: list[dict[str, list[float]]] = []
-    hook: list[float] = []
+    hook: list[Timed] = []
     attached: list[dict[str, Any]] = []
     names = list(MODES)
     with ExitStack() as stack:
@@ -123,6 +126,7 @@ def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, 
                 done[where] = answer["step"]
             if number >= 0:
                 results.append(times)
+        alone = sites[PLAIN].block("hook", 0, HOOK_CALLS)["hook"]
         for site in sites.values():
             site.ask("stop")
             site.lab.wait(60)
@@ -130,7 +134,7 @@ def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, 
         problem = proven(sites[WATCHED], attached)
     if problem is not None:
         raise FlowcheckError(f"the daemon did not keep up, these figures would mean nothing: {problem}")
-    return {"rounds": results, "hook": hook}
+    return {"rounds": results, "hook": hook, "hook_alone": alone[HOOK_CALLS // 10 :]}
 
 
 def summary(rounds: list[dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
@@ -146,7 +150,15 @@ def summary(rounds: list[dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def report(rounds: list[dict[str, list[float]]], hook: list[float]) -> str:
+def microseconds(calls: list[Timed]) -> str:
+    wall, cpu = ([call[i] * 1e6 for call in calls] for i in (0, 1))
+    return (
+        f"{statistics.median(wall):.0f} us (p95 {percentile(wall, 95):.0f}), of CPU {statistics.median(cpu):.0f} us "
+        f"(p95 {percentile(cpu, 95):.0f}), {len(calls)} calls"
+    )
+
+
+def report(rounds: list[dict[str, list[float]]], hook: list[Timed], alone: list[Timed]) -> str:
     modes = summary(rounds)
     rows = [
         [
@@ -160,8 +172,8 @@ def report(rounds: list[dict[str, list[float]]], hook: list[float]) -> str:
     return (
         f"Iteration times of rank 0; ratios per round, median (least to greatest of {len(rounds)} rounds)\n"
         f"{table(head, rows)}\n\n"
-        f"The step marker's hook, inside these iterations: median {statistics.median(hook) * 1e6:.0f} us, "
-        f"p95 {percentile(hook, 95) * 1e6:.0f} us, {len(hook)} calls"
+        f"The step marker's hook inside these iterations: median {microseconds(hook)}\n"
+        f"The same hook on an idle core, every 2 ms:       median {microseconds(alone)}"
     )
 
 
@@ -169,10 +181,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--quick", action="store_true", help="a small model, one round of few iterations")
     options.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
-    options.add_argument("--rounds", type=int, help="rounds of blocks [default: 6, quick 1]")
+    options.add_argument("--rounds", type=int, help="rounds of blocks [default: 8, quick 1]")
     args = options.parse_args()
-    rounds = args.rounds or (1 if args.quick else 6)
-    warm, steps, size = (1, 3, (64, 2, 4)) if args.quick else (3, 20, (1024, 4, 64))
+    rounds = args.rounds or (1 if args.quick else 8)
+    warm, steps, size = (1, 3, (64, 2, 4)) if args.quick else (3, 15, (1024, 4, 64))
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("overhead.py: trainers and daemon need a core each: give it two or more")
     busy = load()
@@ -182,9 +194,9 @@ def main() -> None:
     except FlowcheckError as error:
         sys.exit(f"overhead.py: {error}")
     if args.json:
-        print(json.dumps({"machine": machine(), "load": busy, "hook": found["hook"], "modes": summary(found["rounds"])}))
+        print(json.dumps({"machine": machine(), "load": busy, **found, "modes": summary(found["rounds"])}))
     else:
-        print(f"{machine()}\nload before: {busy:.1f}; {RANKS} trainers\n\n{report(found['rounds'], found['hook'])}")
+        print(f"{machine()}\nload before: {busy:.1f}; {RANKS} trainers\n\n{report(found['rounds'], found['hook'], found['hook_alone'])}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from reconstruct.shadow import Shadow
 from recorded_job import RecordedJob, Replay, Shape, record
 
 SHAPES = (Shape("1,514 B", 1500, False), Shape("9,014 B", 9000, False), Shape("64 KiB", 1500, True))
-QUICK = (Shape("1,514 B", 1500, False, ranks=2, steps=4, width=512, layers=4),)
+QUICK = (Shape("1,514 B", 1500, False, ranks=2, steps=4, layers=4),)
 WARM_STEPS = 2
 """Steps before the clock starts: the second is the first one with DDP's final buckets, whose memory is then reused."""
 

@@ -1,8 +1,9 @@
 """The training script of overhead.py: trains in blocks, each in the mode that the benchmark asks for.
 
 Usage: switching_job.py FOLDER WIDTH LAYERS BATCH. Block k is asked for by FOLDER/ask-<k>.json {"mode", "warm", "steps"};
-mode "stop" ends the script. Rank 0 answers with FOLDER/answer-<k>.json: seconds per timed iteration, seconds in
-flowcheck's hook per timed iteration, optimizer steps done, and the digest of the state at the end.
+mode "stop" ends the script. Rank 0 answers with FOLDER/answer-<k>.json: seconds per timed iteration; seconds of
+flowcheck's hook in them, as (wall clock, CPU of the thread); optimizer steps done; the state's digest at the end. In
+mode "hook" nothing is trained: `steps` calls of the hook, each on an otherwise idle core.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import zmq
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
+from flowcheck.connection import Connection
+from flowcheck.describe import describe
+from flowcheck.stephook import StepMarker
 
 POLL = 0.02
 
@@ -71,29 +76,51 @@ class Job:
             self.pending = None
 
 
-def timing(optimizer: torch.optim.Optimizer, into: list[float]) -> None:
-    """Note the seconds of every call of the optimizer's newest post-step hook, in place, in the training itself."""
-    hooks = optimizer._optimizer_step_post_hooks
-    key, hook = list(hooks.items())[-1]
+def timed(hook: Callable[..., None], into: list[tuple[float, float]]) -> Callable[..., None]:
+    """The hook, with its seconds noted at every call: wall clock and CPU of the thread."""
 
-    def timed(*args: Any) -> None:
-        start = time.perf_counter()
+    def call(*args: Any) -> None:
+        cpu, start = time.thread_time(), time.perf_counter()
         hook(*args)
-        into.append(time.perf_counter() - start)
+        wall = time.perf_counter() - start
+        into.append((wall, time.thread_time() - cpu))
 
-    hooks[key] = timed
+    return call
+
+
+def hook_alone(job: Job, calls: int) -> list[tuple[float, float]]:
+    """Rank 0: the hook of this job, sending to a socket of its own, every 2 ms with nothing else to do."""
+    if job.rank != 0:
+        return []
+    endpoint = f"ipc://{job.folder / 'sink'}"
+    found: list[tuple[float, float]] = []
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as sink, Connection(endpoint) as connection:
+        sink.bind(endpoint)
+        live = describe(job.model, job.optimizer)
+        marker = StepMarker(connection, "hook", 1, job.done, 0, live, job.optimizer)
+        call = timed(marker, found)
+        for _ in range(calls):
+            call(job.optimizer, (), {})
+            time.sleep(0.002)
+            sink.recv_multipart()
+    return found
 
 
 def block(job: Job, mode: str, warm: int, steps: int) -> dict[str, Any]:
     """Train warm + steps iterations in one mode and time the last `steps`."""
-    hook: list[float] = []
+    hook: list[tuple[float, float]] = []
     handle = None
     if mode == "flowcheck":
         handle = flowcheck.attach(job.model, job.optimizer, step=job.done, run="overhead", strict=True)
-        timing(job.optimizer, hook)
+        # Where it is, in the training itself. The newest hook is the one just attached.
+        hooks = job.optimizer._optimizer_step_post_hooks
+        key = list(hooks)[-1]
+        hooks[key] = timed(hooks[key], hook)
     extra: Callable[[], None] | None = {"torch.save": job.save, "async_save": job.async_save}.get(mode)
     times = []
     dist.barrier()
+    if mode == "hook":
+        hook, warm, steps = hook_alone(job, steps), 0, 0
     for _ in range(warm + steps):
         start = time.perf_counter()
         job.iteration()

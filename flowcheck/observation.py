@@ -72,13 +72,13 @@ def _group(group: Mapping[str, Any]) -> Iterator[str]:
     yield f"  coverage: {_coverage(group)}"
     yield from _links(group["links"])
     if group["kinds"]:
-        yield f"  {'collective':<16}{'number':>8}{'tags':>16}{'messages':>10}{'payload':>11}{'missing':>11}"
+        yield f"  {'collective':<16}{'number':>8}{'tags':>16}{'messages':>10}{'payload':>11}{'of it lost':>12}"
     for name, kind in group["kinds"].items():
         tags = f"{kind['first_tag']}..{kind['last_tag']}"
         counts = ("-", "-", "-")
         if kind["messages"] is not None:
             counts = (str(kind["messages"]), size_text(kind["payload_bytes"]), size_text(kind["missing_bytes"]))
-        yield f"  {name:<16}{kind['collectives']:>8}{tags:>16}{counts[0]:>10}{counts[1]:>11}{counts[2]:>11}"
+        yield f"  {name:<16}{kind['collectives']:>8}{tags:>16}{counts[0]:>10}{counts[1]:>11}{counts[2]:>12}"
     reduced = group["allreduces"]
     if reduced["sizes"]:
         yield "  all-reduce sizes: " + _some([f"{n} x {size} B" for size, n in reduced["sizes"]])
@@ -108,11 +108,13 @@ def _links(links: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if chosen:
             names = [f"{_ranks(link)} {size_text(link['bytes'])}" for link in chosen]
             yield f"  {title}: {_some(names)}"
-    for link in links:
-        if link["hole_bytes"] or link["lost"] or link["reason"]:
-            lost = f", {link['lost']} collectives lost from there on" if link["lost"] else ""
-            reason = f" ({link['reason']})" if link["reason"] else ""
-            yield f"  {_ranks(link)}: {size_text(link['hole_bytes'])} never captured{lost}{reason}"
+    faulty = [link for link in links if link["hole_bytes"] or link["lost"] or link["reason"]]
+    for link in sorted(faulty, key=lambda link: (link["lost"], link["hole_bytes"]), reverse=True)[:_MOST]:
+        lost = f", messages lost of {link['lost']} collectives" if link["lost"] else ""
+        reason = f" ({link['reason']})" if link["reason"] else ""
+        yield f"  {_ranks(link)}: {size_text(link['hole_bytes'])} never captured{lost}{reason}"
+    if len(faulty) > _MOST:
+        yield f"  {len(faulty) - _MOST} more links with losses"
 
 
 def _ranks(link: Mapping[str, Any]) -> str:
@@ -156,11 +158,8 @@ def _rest(report: Mapping[str, Any]) -> Iterator[str]:
             f"not gloo: {streams['other']} TCP streams with {size_text(streams['other_bytes'])}, "
             f"{not_tcp} frames that are not TCP{roce}"
         )
-    yield f"loss: {_missing(loss)}" + (
-        f", message borders lost {loss['framing_lost']} times and found again {loss['framing_found']} times"
-        if loss["framing_lost"]
-        else ""
-    )
+    borders = f", {loss['framing_lost']} times with the start of a message" if loss["framing_lost"] else ""
+    yield f"loss: {_missing(loss)}{borders}"
     if loss["truncated_frames"]:
         yield f"  {loss['truncated_frames']} frames were cut short by the capture: raise its snapshot length"
     if loss["conflicting_copies"]:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
 
-STEPS = 6
+STEPS = int(os.environ.get("STEPS", "6"))
 
 
 class TinyGPT(nn.Module):
