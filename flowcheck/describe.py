@@ -77,6 +77,7 @@ class Live:
             ddp=self.ddp,
             group=group,
             scheduler=scheduler,
+            threads=torch.get_num_threads(),
         )
 
 

@@ -218,6 +218,8 @@ class JobDescription:
     ddp: DdpSpec
     group: GroupRecord
     scheduler: dict[str, Any] | None = None
+    threads: int | None = None
+    """torch's intra-op threads in rank 0: they decide bits of large float16 and bfloat16 tensors. None: not known."""
     version: int = VERSION
 
     def tensors(self) -> Iterator[tuple[str, TensorSpec]]:
@@ -253,6 +255,7 @@ class JobDescription:
             "ddp": self.ddp.to_json(),
             "group": self.group.to_json(),
             "scheduler": encode_value(self.scheduler, "scheduler"),
+            "threads": self.threads,
         }
 
     @classmethod
@@ -288,6 +291,7 @@ class JobDescription:
             ddp=DdpSpec.from_json(reader.raw("ddp"), f"{path}.ddp"),
             group=GroupRecord.from_json(reader.raw("group"), f"{path}.group"),
             scheduler=scheduler,
+            threads=None if reader.raw("threads") is None else reader.integer("threads", 1, 1 << 16),
         )
         reader.done()
         check_consistent(result, path)

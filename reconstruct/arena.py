@@ -91,7 +91,7 @@ class Slot:
 class Layout:
     """Offsets of all tensors of a job. Raises ShadowError for what the shadow cannot hold."""
 
-    def __init__(self, description: JobDescription, trainer_threads: int = 1) -> None:
+    def __init__(self, description: JobDescription) -> None:
         groups = description.optimizer.groups
         group_of = {name: number for number, group in enumerate(groups) for name in group.parameters}
         fused = [bool(group.fields.get("fused")) for group in groups]
@@ -109,7 +109,7 @@ class Layout:
             if number >= 0:
                 if spec.dtype not in FLOATS:
                     raise ShadowError(f"parameter {parameter.name}: optimizing {spec.dtype} is not supported")
-                tiles = tile_ranges(spec.numel, spec.dtype, fused[number], trainer_threads)
+                tiles = tile_ranges(spec.numel, spec.dtype, fused[number], description.threads or 1)
             counter = description.optimizer.state.get(parameter.name, {}).get("step")
             slot = Slot(
                 parameter.name, spec, offset, parameter.index, number, tiles, self.tiles,

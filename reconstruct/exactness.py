@@ -17,11 +17,8 @@ from reconstruct.arena import GRAIN, LOW_PRECISION
 EQUAL_CAPABILITIES = {"AVX2", "AVX512"}
 
 
-def exactness(description: JobDescription, trainer_threads: int | None = None) -> tuple[bool, list[str]]:
-    """(exact, reasons): whether the shadow's state is bit for bit the trainer's; reasons if it may not be.
-
-    `trainer_threads` is torch's intra-op thread count in the trainers, None when it is not known.
-    """
+def exactness(description: JobDescription) -> tuple[bool, list[str]]:
+    """(exact, reasons): whether the shadow's state is bit for bit the trainer's; reasons if it may not be."""
     import torch
 
     reasons = []
@@ -35,10 +32,11 @@ def exactness(description: JobDescription, trainer_threads: int | None = None) -
         reasons.append(f"torch uses {there} kernels in the job and {here} kernels here, their bits differ")
     if description.device != "cpu":
         reasons.append(f"the job's optimizer runs on {description.device}, whose bits are not those of a CPU")
-    return not (reasons := [*reasons, *_precision(description, trainer_threads)]), reasons
+    reasons += _precision(description)
+    return not reasons, reasons
 
 
-def _precision(description: JobDescription, trainer_threads: int | None) -> list[str]:
+def _precision(description: JobDescription) -> list[str]:
     specs = {parameter.name: parameter.spec for parameter in description.parameters}
     undefined, by_threads = 0, 0
     for group in description.optimizer.groups:
@@ -48,7 +46,7 @@ def _precision(description: JobDescription, trainer_threads: int | None) -> list
                 continue
             if fused:
                 undefined += description.optimizer.name == "SGD"
-            elif spec.numel > GRAIN and trainer_threads is None:
+            elif spec.numel > GRAIN and description.threads is None:
                 by_threads += 1
     reasons = []
     if undefined:

@@ -87,17 +87,13 @@ class Pin:
 
 
 class Shadow:
-    """See the module text. `apply_wait`: seconds that `apply` waits for readers when both copies are pinned.
+    """See the module text. `apply_wait`: seconds that `apply` waits for readers when both copies are pinned."""
 
-    `trainer_threads`: torch's intra-op thread count in the trainers; it decides bits of float16 and bfloat16
-    parameters of 32,768 elements or more, and of nothing else.
-    """
-
-    def __init__(self, description: JobDescription, *, apply_wait: float = 1.0, trainer_threads: int = 1) -> None:
+    def __init__(self, description: JobDescription, *, apply_wait: float = 1.0) -> None:
         self.description = description
         self.apply_wait = apply_wait
         self.revoked_pins = 0
-        self._layout = Layout(description, trainer_threads)
+        self._layout = Layout(description)
         self._changed = threading.Condition()
         groups = [dict(group.fields) for group in description.optimizer.groups]
         self._live = self._new_copy(description.step, copy.deepcopy(groups))

@@ -84,9 +84,13 @@ def uploads(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return result
 
 
-def shadow_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int = 0, **options: Any) -> Shadow:
-    """A shadow that is ready: described and filled from a live job."""
-    shadow = Shadow(describe(model, optimizer, step), **options)
+def shadow_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int = 0, *, threads: int = 1, **options: Any
+) -> Shadow:
+    """A shadow that is ready: described and filled from a live job whose trainers use `threads` threads."""
+    description = describe(model, optimizer, step)
+    description.threads = threads
+    shadow = Shadow(description, **options)
     for key, data in uploads(model, optimizer).items():
         shadow.load(key, 0, data)
     return shadow

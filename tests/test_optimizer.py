@@ -98,7 +98,7 @@ def run(
     template, steps = example(dtype)
     model = copy.deepcopy(template)
     optimizer = getattr(torch.optim, name)(model.parameters(), **options)
-    shadow = shadow_of(model, optimizer, trainer_threads=trainer_threads)
+    shadow = shadow_of(model, optimizer, threads=trainer_threads)
     for step, given in enumerate(steps, 1):
         for parameter, gradient in zip(model.parameters(), given, strict=True):
             parameter.grad = gradient.clone()
@@ -150,11 +150,11 @@ def test_resumed_state_of_tensors_with_several_tiles(name: str, options: dict[st
 
 
 def test_trainer_threads_matter_in_low_precision() -> None:
-    """What `trainer_threads` is for: without it a trainer with two threads has other bits."""
+    """What the description's `threads` is for: without it a trainer with two threads has other bits."""
     generator = torch.Generator().manual_seed(7)
     model = Shapes(torch.bfloat16, generator)
     optimizer = torch.optim.SGD(model.parameters(), **SGD[2])
-    shadow = shadow_of(model, optimizer, trainer_threads=1)
+    shadow = shadow_of(model, optimizer, threads=1)
     for step in range(1, 9):
         fill_gradients(model, generator)
         gradients = gradients_of(model)
@@ -336,7 +336,9 @@ def test_fused_low_precision_sgd_is_not_called_exact() -> None:
 def test_thread_count_of_low_precision_must_be_known() -> None:
     model = torch.nn.Linear(GRAIN + 1, 1, bias=False).to(torch.float16)
     description = describe(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert exactness(description, trainer_threads=1) == (True, [])
+    description.threads = 1
+    assert exactness(description) == (True, [])
+    description.threads = None
     exact, reasons = exactness(description)
     assert not exact and "thread count" in reasons[0]
 
