@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
 import sys
 import tempfile
 from pathlib import Path
 
 VARIABLE = "NUMBA_CACHE_DIR"
+KEPT = 4
 
 
 def use_own_cache() -> None:
@@ -27,6 +29,8 @@ def use_own_cache() -> None:
     if folder is None:
         return  # numba's own default; it is right as long as nobody edits the sources
     cache = str(folder / f"kernels-{_sources()}")
+    if not os.path.exists(cache):
+        _forget_old(folder)
     os.environ[VARIABLE] = cache
     numba = sys.modules.get("numba")
     if numba is not None:
@@ -48,5 +52,14 @@ def _sources() -> str:
     root = Path(__file__).resolve().parent
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted([*root.glob("*.py"), *(root.parent / "reconstruct").glob("*.py")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        text = path.read_bytes()
+        if b"numba" in text:
+            digest.update(path.name.encode() + b"\0" + text + b"\0")
     return digest.hexdigest()
+
+
+def _forget_old(folder: Path) -> None:
+    """Drop the folders of sources that are long gone."""
+    old = sorted(folder.glob("kernels-*"), key=lambda path: path.stat().st_mtime)
+    for path in old[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)

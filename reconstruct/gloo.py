@@ -78,6 +78,7 @@ class GlooDecoder:
         self._lanes = LaneTable(flows, self._claims, max_lanes)
         self._held = Holdings(budget_bytes)
         self._reports = Reports(self._lanes, self._held)
+        self._time = 0  # of the span that the kernel stopped at
 
     # Groups
 
@@ -123,6 +124,20 @@ class GlooDecoder:
         member = self._claims.members[group]
         lanes = self._lanes.of_group(member.number)
         return max([member.max_tag, *self._lanes.state.lanes[lanes, g.MAX_TAG].tolist()])
+
+    def gaps(self, group: str) -> dict[tuple[int, int], int]:
+        """(context, sender) of each ring link that is open -> how often the start of a message was lost on it.
+
+        A link whose number stays the same has shown every all-reduce of the time between.
+        """
+        member = self._claims.members[group]
+        found = {}
+        for context in range(len(member.group.contexts)):
+            for lane in self._lanes.ring_lanes(member, context):
+                row = self._lanes.state.lanes[lane]
+                unframed = row[g.MODE] in (g.SCAN, g.DEAD)
+                found[context, self._lanes.ranks(lane)[0]] = int(row[g.GAPS]) + int(unframed)
+        return found
 
     def _seen(self, group: str) -> set[tuple[int, int, int]]:
         member = self._claims.members[group]
@@ -204,6 +219,7 @@ class GlooDecoder:
             self._reports.drain()
             if reason == g.END:
                 break
+            self._time = int(spans.ts[state.cursor[g.C_SPAN]])
             self._answer(reason, int(state.cursor[g.C_LANE]))
         events, self._reports.events = self._reports.events, []
         return events
@@ -235,7 +251,8 @@ class GlooDecoder:
         length = int(state.pre[lane, 32:40].view(np.int64)[0])
         group = member.group.name
         self._reports.counts["collectives"] += 1
-        plan = self.planner(Request(group, int(row[g.CONTEXT]), tag, kind, sender, receiver, length))
+        context, proven = int(row[g.CONTEXT]), not entry[g.PRIVATE] and entry[g.COUNT] <= 0
+        plan = self.planner(Request(group, context, tag, kind, sender, receiver, length, self._time, proven))
         if plan is IGNORE:
             entry[g.PLAN] = g.IGNORED
         elif entry[g.COUNT] > 0:

@@ -62,7 +62,8 @@ class Request:
     """A collective's first payload on one link is about to arrive: what to do with it?
 
     kind: 0..8, see KIND_NAMES; tag: the group's counter (kind 0: the user's tag); sender, receiver: ranks, -1 where
-    unknown; length: bytes of that first payload.
+    unknown; length: bytes of that first payload; time: when it was captured, ns; proven: whether it is certainly the
+    first one, not the first after a gap.
     """
 
     group: str
@@ -72,6 +73,8 @@ class Request:
     sender: int
     receiver: int
     length: int
+    time: int = 0
+    proven: bool = True
 
 
 class Keep(Enum):

@@ -9,7 +9,7 @@ the same bytes. Otherwise the step is not claimed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,12 +42,15 @@ def choose(
     candidates: Sequence[tuple[int, int]],
     landing: Callable[[int], Landing | None],
     probes: Iterable[Probe],
+    unseen: Collection[int] = (),
 ) -> Choice:
     """Choose one all-reduce per bucket.
 
     candidates: (tag, byte size) of every all-reduce of the window whose size is a bucket's, by rising tag; landing:
     its values, None or incomplete where they are not all known (it is then a rival that cannot be ruled out, so a
-    choice is made only if no other choice is left); probes: the canaries.
+    choice is made only if no other choice is left); probes: the canaries; unseen: tags that may be all-reduces which
+    the mirror lost altogether. One that could be a bucket in place of the chosen all-reduce is a rival too, unless a
+    canary speaks for the chosen one.
     """
     sizes = [bucket.nbytes for bucket in layout.buckets]
     by_bucket: dict[int, list[Probe]] = {}
@@ -81,6 +84,12 @@ def choose(
                 (),
                 f"{len(candidates)} all-reduces have bucket sizes and nothing tells which {len(sizes)} are the step's",
             )
+    for number, tag in enumerate(first):
+        after = first[number - 1] if number else -1
+        before = first[number + 1] if number + 1 < len(first) else max(unseen, default=-1) + 1
+        spoken_for = any(any(probe.bits) for probe in by_bucket.get(number, ()))
+        if not spoken_for and any(after < other < before for other in unseen):
+            return Choice((), f"collectives were lost around all-reduce {tag}: one of them may be bucket {number}")
     return Choice(first)
 
 

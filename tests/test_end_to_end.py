@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ordinary_user import RUN_AS_USER, as_ordinary_user
 
 from flowcheck.client import status
 from flowcheck.lab import Lab, LabConfig, Mirror
+from flowcheck.lab.supervisor import to_json
+from mirror.kernel_cache import VARIABLE
 
 CASES = str(Path(__file__).with_name("jobs") / "cases.py")
 STEPS = 6
@@ -121,6 +126,23 @@ def test_without_a_mirror_it_stays_at_step_zero_and_says_so(tmp_path: Path) -> N
     assert outcome.journal == []
     job = outcome.statuses["sgd"]
     assert job["step"] == 0 and job["coverage"] == 0.0
+
+
+def test_as_an_ordinary_user(tmp_path: Path) -> None:
+    kernels = os.environ.get(VARIABLE)
+    if kernels and Path(kernels).is_dir():  # else they are compiled once more
+        shutil.copytree(kernels, tmp_path / ".cache" / "flowcheck" / Path(kernels).name)
+    config = LabConfig(
+        command=(CASES, str(tmp_path), "gpt"),
+        ranks=2,
+        journal=str(tmp_path / "journal.jsonl"),
+        store=str(tmp_path / "store"),
+    )
+    done = as_ordinary_user(RUN_AS_USER, json.dumps(to_json(config)), folder=tmp_path)
+    if done.returncode == 77:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    Outcome(tmp_path).check(("gpt",))
 
 
 def test_management_link_down_after_attach(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gloo_traffic import Follower, Frame, Job, port, preamble, ring_messages
+from gloo_traffic import Follower, Frame, Job, Link, port, preamble, ring_messages
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -724,6 +724,41 @@ def test_size_tried_too_early() -> None:
         assert (landing is None) == (early is not None)
         assert early is not None or landing.complete
     assert taken <= 1
+
+
+def _tiny(extra: list[tuple[Link, bytes]]) -> tuple[Job, Follower]:
+    """Rank 1's two messages of an all-reduce of 8 bytes over 4 ranks, kept raw; then `extra` writes."""
+    job = Job(4, port(4, 1), seed=3)
+    job.connect()
+    for _ in range(2):
+        job.message((1, 0), ALLREDUCE, 0, bytes(4))
+    for link, data in extra:
+        job.send(link, data)
+    follower = Follower(job)
+    follower.decoder.planner = lambda r: RAW
+    follower.feed(job.frames)
+    return job, follower
+
+
+def test_size_is_not_taken_while_more_is_announced() -> None:
+    _, follower = _tiny([])
+    assert follower.decoder.place("g", 0, 8, 4) is not None
+    for link, opcode in (((1, 0), 2), ((0, 1), 3)):
+        _, follower = _tiny([(link, preamble(opcode, ALLREDUCE, 0, 4))])
+        assert follower.decoder.place("g", 0, 8, 4) is None
+
+
+@pytest.mark.parametrize("link", [(1, 0), (2, 1)])
+def test_size_that_later_messages_disprove(link: Link) -> None:
+    job, follower = _tiny([])
+    landing = follower.decoder.place("g", 0, 8, 4)
+    assert landing is not None and not landing.poisoned
+    before = len(job.frames)
+    job.message(link, ALLREDUCE, 0, bytes(6))
+    follower.feed(job.frames[before:])
+    assert landing.poisoned and not landing.complete
+    (lost,) = [e for e in follower.events if isinstance(e, LinkLost)]
+    assert lost.reason.startswith(NOT_THIS_SIZE) and (lost.sender, lost.tags) == (link[0], (0,))
 
 
 def test_links_that_contradict_each_other() -> None:

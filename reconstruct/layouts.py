@@ -1,0 +1,94 @@
+"""Which bucket layout DDP used for a reduction: the first one, or the one that it rebuilt after the first pass.
+
+The rebuilt layout comes from rank 0's two broadcasts on the wire or from a report of rank 0; where both tell it they
+must agree. Which one a step used is told by its marker (whether DDP had rebuilt its buckets by then), else by the place
+of the broadcasts, else by the number of reductions so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flowcheck.description import DdpSpec, TensorSpec
+from reconstruct.buckets import Layout, LayoutError, layout, looks_like_order, parse_rebuilt
+
+
+class Layouts:
+    """The layouts of one DDP model. `first_tag`: the first collective that the rebuilt layout applies to, if known."""
+
+    def __init__(self, ddp: DdpSpec, specs: Sequence[TensorSpec]) -> None:
+        self.initial = layout(ddp.rebuilt_buckets or ddp.initial_buckets, specs)
+        self.rebuilt: Layout | None = self.initial if ddp.rebuilt_buckets else None
+        self.first_tag: int | None = 0 if ddp.rebuilt_buckets else None
+        self.first_passes = 2 if ddp.static_graph else 1  # reductions that DDP makes with the initial layout
+        self._pending = ddp.layout_pending  # the initial layout need not apply to the first pass after the attach
+        self._specs = specs
+        self._order: tuple[int, np.ndarray] | None = None  # tag and content of the first layout broadcast
+
+    def wanted(self, length: int) -> bool:
+        """Whether a broadcast of `length` bytes may be one of the two that tell the rebuilt layout."""
+        return self.rebuilt is None and length <= 4 * (len(self._specs) + 1)
+
+    def broadcast(self, tag: int, data: np.ndarray) -> bool:
+        """Take a broadcast's bytes; True if the rebuilt layout is known now and was not before."""
+        if self.rebuilt is not None or len(data) % 4:
+            return False
+        values = np.frombuffer(data, np.int32)
+        if looks_like_order(values, len(self._specs)):
+            if self._order is None or self._order[0] != tag:
+                self._order = (tag, values.copy())
+        elif self._order is not None and tag == self._order[0] + 1:
+            try:
+                self.rebuilt = layout(parse_rebuilt(self._order[1], values, len(self._specs)), self._specs)
+            except LayoutError:
+                self._order = None
+                return False
+            self.first_tag = tag + 1
+            return True
+        return False
+
+    def report(self, indices: Sequence[Sequence[int]], nbytes: Sequence[int]) -> str | None:
+        """Take the layout that rank 0 read from DDP's logging data; a reason if it cannot be right."""
+        try:
+            reported = layout(indices, self._specs)
+            sizes = tuple(bucket.nbytes for bucket in reported.buckets)
+            if sizes != tuple(nbytes):
+                raise LayoutError(f"its buckets have {sizes} bytes by the parameters and {tuple(nbytes)} by DDP")
+        except LayoutError as error:
+            return f"the reported bucket layout does not fit the job: {error}"
+        if self.rebuilt is None:
+            self.rebuilt = reported
+        elif self.rebuilt.indices != reported.indices:
+            return "the bucket layout on the wire differs from the one that DDP reports"
+        return None
+
+    def at(self, tag: int, passes: int) -> Layout | None:
+        """The layout of a reduction with `tag` of which at most `passes` can be over; None while that is not certain."""
+        if self.rebuilt is not None and self.first_tag is not None:
+            return self.rebuilt if tag >= self.first_tag else self.initial
+        return self.initial if passes < self.first_passes and not self._pending else None
+
+    def of_step(self, rebuilt: bool | None, steps: int, more: bool) -> tuple[Layout, int] | None:
+        """(layout of a step's reduction, first tag that it can have), None while it is not known.
+
+        rebuilt: what the step's marker says; steps: steps claimed since the attach; more: whether the step's window
+        holds reductions behind the layout broadcasts.
+        """
+        if rebuilt is None:
+            early = steps < self.first_passes
+            if self.first_tag is not None:
+                rebuilt = more or not early
+            elif early and self._pending:
+                return None
+            else:
+                rebuilt = not early
+        if not rebuilt:
+            return self.initial, 0
+        return None if self.rebuilt is None else (self.rebuilt, self.first_tag or 0)
+
+    def settled(self, steps: int, start: int) -> None:
+        """`steps` steps are claimed since the attach, and `start` is the first collective after them."""
+        if self.rebuilt is not None and self.first_tag is None and steps >= self.first_passes:
+            self.first_tag = start

@@ -1,0 +1,130 @@
+"""The all-reduces of one process group that may be gradient buckets, from the first sight of them on.
+
+A bucket's size follows from the length of its first message where only one bucket can begin so; otherwise the messages
+are kept until the layout is known or the list of their lengths tells the size. What cannot be a bucket is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reconstruct import schedule
+from reconstruct.buckets import Layout
+from reconstruct.gloo import IGNORE, RAW, AllReduce, GlooDecoder, Plan, Request
+from reconstruct.landing import Landing
+
+MAX_REDUCTIONS = 4096
+_MAX_SEEN = 1 << 16
+
+
+@dataclass(slots=True)
+class Reduction:
+    """time: when its first payload was captured, ns; size: bytes of the bucket it can be, None while not known."""
+
+    time: int
+    size: int | None = None
+    itemsize: int = 0
+    raw: bool = False  # messages of some link are kept until the size is known
+
+
+class Reductions:
+    """What is known of a group's collectives with tags from `forget` on."""
+
+    def __init__(self, group: str, decoder: GlooDecoder, world_size: int) -> None:
+        self.held: dict[int, Reduction] = {}
+        self.seen: dict[int, int] = {}  # tag of any collective -> when its first payload was captured
+        self._foreign: set[int] = set()
+        self._group = group
+        self._decoder = decoder
+        self._world = world_size
+
+    def note(self, request: Request) -> None:
+        """Any collective of the group was seen."""
+        self.seen[request.tag] = min(request.time, self.seen.get(request.tag, request.time))
+        if len(self.seen) > _MAX_SEEN:
+            for tag in list(self.seen)[: _MAX_SEEN // 2]:
+                del self.seen[tag]
+            self._foreign &= self.seen.keys()
+
+    def plan(self, request: Request, current: Layout | None) -> Plan:
+        """What to do with an all-reduce on one link. current: its layout if that is certain."""
+        tag = request.tag
+        if tag in self._foreign:
+            return IGNORE
+        reduction = self.held.setdefault(tag, Reduction(request.time))
+        reduction.time = min(reduction.time, request.time)
+        if reduction.size is None and request.proven and current is not None:
+            sizes = {
+                (b.nbytes, b.itemsize)
+                for b in current.buckets
+                if schedule.first_length(b.nbytes, b.itemsize, self._world, request.sender) == request.length
+            }
+            if not sizes:
+                self.exclude(tag)
+                return IGNORE
+            if len({size for size, _ in sizes}) == 1:
+                reduction.size, reduction.itemsize = min(sizes)
+        if reduction.size is not None:
+            return AllReduce(reduction.size, reduction.itemsize)
+        reduction.raw = True
+        return RAW
+
+    def exclude(self, tag: int) -> None:
+        """The all-reduce is proven to be no bucket."""
+        self.held.pop(tag, None)
+        self._foreign.add(tag)
+
+    def candidates(self, layout: Layout, start: int, end: int, until: int) -> list[tuple[int, int]]:
+        """(tag, size) of the all-reduces with tags in [start, end), first seen up to `until` (ns), that may be buckets
+        of `layout`, by rising tag."""
+        sizes = {(bucket.nbytes, bucket.itemsize) for bucket in layout.buckets}
+        plain = {size for size, _ in sizes}
+        found = []
+        for tag in self.within(start, end):
+            reduction = self.held[tag]
+            if reduction.time > until:
+                continue
+            if reduction.raw and not self.complete(tag):
+                self._place(tag, reduction, sizes)
+            if reduction.size in plain:
+                found.append((tag, int(reduction.size or 0)))
+        return found
+
+    def _place(self, tag: int, reduction: Reduction, sizes: set[tuple[int, int]]) -> None:
+        """Place what was kept raw where its messages follow the schedule of the size, or of one of `sizes`."""
+        known = {(reduction.size, reduction.itemsize)} if reduction.size is not None else sizes
+        for size, itemsize in sorted(known):
+            if self._decoder.place(self._group, tag, size, itemsize) is not None:
+                reduction.size, reduction.itemsize = size, itemsize
+                return
+
+    def within(self, start: int, end: int) -> Iterator[int]:
+        """Tags in [start, end) that may be buckets, rising."""
+        return iter(sorted(tag for tag in self.held if start <= tag < end))
+
+    def unseen(self, start: int, end: int) -> set[int]:
+        """Tags in [start, end) of which nothing at all was seen: nobody knows what they are."""
+        return {tag for tag in range(start, min(end, start + _MAX_SEEN)) if tag not in self.seen}
+
+    def forget(self, below: int) -> None:
+        """Tags below `below` are done with."""
+        self.held = {tag: r for tag, r in self.held.items() if tag >= below}
+        self.seen = {tag: time for tag, time in self.seen.items() if tag >= below}
+        self._foreign = {tag for tag in self._foreign if tag >= below}
+
+    def landing(self, tag: int) -> Landing | None:
+        return self._decoder.landing(self._group, tag)
+
+    def complete(self, tag: int) -> bool:
+        held = self.landing(tag)
+        return held is not None and held.complete
+
+    def settled(self, tag: int) -> bool:
+        """Whether no link brings anything more of it."""
+        return self._decoder.settled(self._group, tag)
+
+    def time(self, tag: int) -> int:
+        """When its newest byte was captured, ns."""
+        held = self.landing(tag)
+        return held.time if held is not None else self.held[tag].time if tag in self.held else 0
