@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import random
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mirror.block import Block
 from mirror.flows import Flows
+from mirror.memory import address_of
 from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
-from reconstruct.gloo import AllReduce, Event, GlooDecoder, Group
+from reconstruct import gloo_state as g
+from reconstruct.gloo import AllReduce, Event, FlowClosed, GlooDecoder, Group, Reduced
 
 ALLREDUCE = 4
 Link = tuple[int, int]
@@ -255,3 +257,55 @@ class Follower:
 def port(world: int, rank: int) -> list[Link]:
     """Both directions of one rank's port."""
     return [(rank, o) for o in range(world) if o != rank] + [(o, rank) for o in range(world) if o != rank]
+
+
+def no_dangling_addresses(decoder: GlooDecoder) -> None:
+    """Every address that the kernel may write to or read from belongs to memory that is still held."""
+    held, state = decoder._held, decoder._lanes.state
+    landings = {landing.address for landing in held._all.values()}
+    raw = {address_of(m.data) for links in held.raw.values() for link in links.values() for m in link.messages
+           if m.data is not None}
+    raw |= {address_of(m.data) for m in held.filling.values() if m.data is not None}
+    for lane in np.flatnonzero(state.lanes[:, g.FLOW] >= 0):
+        row, entries, recent = state.lanes[lane], state.entries[lane], state.recent[lane]
+        used = entries[np.isin(entries[:, g.PLAN], (g.REDUCE, g.DONE)) & (entries[:, g.SLOT] >= 0)]
+        assert {int(a) for a in used[:, g.META]} <= landings
+        assert {int(a) for a in recent[recent[:, g.R_KIND] == g.TO_LANDING, g.R_ADDRESS]} <= landings
+        assert {int(a) for a in recent[recent[:, g.R_KIND] == g.TO_MEMORY, g.R_ADDRESS]} <= raw
+        if row[g.MODE] == g.PAYLOAD and row[g.DEST_KIND] != g.NOWHERE:
+            assert int(row[g.DEST]) in (landings if row[g.DEST_KIND] == g.TO_LANDING else raw)
+    sizes = sum(x.size for x in held._all.values())
+    sizes += sum(m.length for links in held.raw.values() for link in links.values() for m in link.messages
+                 if m.data is not None) + sum(m.length for m in held.filling.values() if m.data is not None)
+    assert held.budget.used == sizes
+
+
+def all_complete(follower: Follower) -> None:
+    """Every all-reduce of the job is complete, once, and nothing else was reported."""
+    assert set(follower.check().values()) == {1.0}
+    assert sorted(e.tag for e in follower.events if isinstance(e, Reduced)) == sorted(follower.job.truth)
+    assert all(isinstance(e, Reduced | FlowClosed) for e in follower.events)
+
+
+def lossy(job: Job, drop: list[bool], **options: int) -> Follower:
+    follower = Follower(job, **options)
+    follower.feed([f for f, gone in zip(job.frames, drop, strict=True) if not gone])
+    follower.finish()
+    return follower
+
+
+def disordered(frames: list[Frame], rng: random.Random) -> list[Frame]:
+    """Frames shuffled in a window, some twice, some cut in two; only data frames, the rest keep their places."""
+    result: list[tuple[float, Frame]] = []
+    for i, frame in enumerate(frames):
+        parts = [frame]
+        if len(frame.payload) > 1 and rng.random() < 0.1:
+            at = rng.randrange(1, len(frame.payload))
+            parts = [
+                replace(frame, payload=frame.payload[:at]),
+                replace(frame, payload=frame.payload[at:], sequence=(frame.sequence + at) & 0xFFFFFFFF),
+            ]
+        if frame.payload and rng.random() < 0.1:
+            parts.append(rng.choice(parts))
+        result += [(i + (rng.uniform(0, 6) if frame.payload else 0), part) for part in parts]
+    return [frame for _, frame in sorted(result, key=lambda pair: pair[0])]
