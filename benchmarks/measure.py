@@ -25,6 +25,11 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
+def tail(path: Path, lines: int = 15) -> str:
+    """The end of a lab's output, to go with an error."""
+    return "".join(f"  {line}\n" for line in path.read_text(errors="replace").splitlines()[-lines:])
+
+
 def _lines(path: str) -> list[str]:
     return Path(path).read_text(encoding="utf-8").splitlines()
 

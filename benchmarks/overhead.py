@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -20,9 +21,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import zmq
+from measure import load, machine, percentile, spread, table, tail
+
 from flowcheck.errors import FlowcheckError
 from flowcheck.lab import Lab, LabConfig, Mirror
-from measure import load, machine, percentile, spread, table
 
 SCRIPT = Path(__file__).with_name("switching_job.py")
 RANKS = 2
@@ -32,6 +35,7 @@ MODES = {
     "bare": (PLAIN, "bare"),
     "flowcheck": (WATCHED, "flowcheck"),
     "bare again": (PLAIN, "bare"),
+    "hook only": (PLAIN, "hook only"),
     "mirror only": (WATCHED, "bare"),
     "torch.save": (PLAIN, "torch.save"),
     "async_save": (PLAIN, "async_save"),
@@ -64,14 +68,14 @@ class Site:
         while not answer.exists():
             with suppress(TimeoutError):
                 status = self.lab.wait(0.1)
-                raise FlowcheckError(f"the trainers ended with status {status}: see {self.folder / 'output'}")
+                raise FlowcheckError(f"the trainers ended with status {status}")
             if time.monotonic() > deadline:
-                raise FlowcheckError(f"no block within {DEADLINE:.0f} s: see {self.folder / 'output'}")
+                raise FlowcheckError(f"no block within {DEADLINE:.0f} s")
         return json.loads(answer.read_text())
 
 
-def open_site(stack: ExitStack, folder: Path, name: str, size: tuple[int, int, int]) -> Site:
-    cores = sorted(os.sched_getaffinity(0))
+def open_site(stack: ExitStack, folder: Path, name: str, cores: list[int], size: tuple[int, int, int]) -> Site:
+    """A lab: the last of the cores is the daemon's, the others are the trainers'."""
     folder = folder / name
     folder.mkdir()
     watched = name == WATCHED
@@ -84,14 +88,14 @@ def open_site(stack: ExitStack, folder: Path, name: str, size: tuple[int, int, i
         trainer_cpus=tuple(cores[:-1]),
         daemon_cpus=(cores[-1],),
     )
-    output = stack.enter_context(open(folder / "output", "wb"))
+    output = stack.enter_context((folder / "output").open("wb"))
     lab = stack.enter_context(Lab(config, stdout=output.fileno(), stderr=output.fileno()))
     lab.train()
     return Site(lab, folder)
 
 
 def proven(site: Site, blocks: list[dict[str, Any]]) -> str | None:
-    """What the daemon did not follow of the flowcheck blocks; None if every step was, to the bit at each block's end."""
+    """What the daemon did not follow of the flowcheck blocks; None if it has every step, their last ones to the bit."""
     lines = [json.loads(line) for line in (site.folder / "journal.jsonl").read_text().splitlines()]
     for epoch, block in enumerate(blocks, 1):
         mine = {line["step"]: line for line in lines if line["epoch"] == epoch}
@@ -104,13 +108,24 @@ def proven(site: Site, blocks: list[dict[str, Any]]) -> str | None:
 
 
 def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, int]) -> dict[str, Any]:
-    """Train all blocks: {"rounds": per round {mode: times}, "hook", "hook_alone": (wall, CPU) of every call}, seconds."""
+    """Train all blocks. Seconds: {"rounds": per round {mode: times}, "cpu": the same of the CPU that all trainers used
+    per iteration, "hook" and "hook_alone": (wall, CPU) per call}."""
     results: list[dict[str, list[float]]] = []
+    cpu: dict[str, list[float]] = {mode: [] for mode in MODES}
     hook: list[Timed] = []
     attached: list[dict[str, Any]] = []
     names = list(MODES)
+    cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
-        sites = {name: open_site(stack, folder, name, size) for name in (PLAIN, WATCHED)}
+        # Everything but the trainers, this process included, keeps off the trainers' cores.
+        os.sched_setaffinity(0, cores[-1:])
+        stack.callback(os.sched_setaffinity, 0, cores)
+        # Takes the markers of "hook only". They wait in its queue, which costs nobody anything.
+        sink = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.ROUTER))
+        sink.set(zmq.RCVHWM, 0)
+        sink.set(zmq.LINGER, 0)
+        sink.bind(f"ipc://{folder / 'sink'}")
+        sites = {name: open_site(stack, folder, name, cores, size) for name in (PLAIN, WATCHED)}
         done = dict.fromkeys(sites, 0)
         # A first, untimed turn: DDP's rebuilt buckets, allocators, files that exist already.
         for number in range(-1, rounds):
@@ -120,6 +135,8 @@ def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, 
                 where, asked = MODES[mode]
                 answer = sites[where].block(asked, warm, steps if number >= 0 else 2)
                 times[mode] = answer["times"]
+                if number >= 0:
+                    cpu[mode].append(answer["cpu"])
                 if asked == "flowcheck":
                     attached.append({**answer, "first": done[where] + 1})
                     hook += answer["hook"] if number >= 0 else []
@@ -134,7 +151,7 @@ def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, 
         problem = proven(sites[WATCHED], attached)
     if problem is not None:
         raise FlowcheckError(f"the daemon did not keep up, these figures would mean nothing: {problem}")
-    return {"rounds": results, "hook": hook, "hook_alone": alone[HOOK_CALLS // 10 :]}
+    return {"rounds": results, "cpu": cpu, "hook": hook, "hook_alone": alone[HOOK_CALLS // 10 :]}
 
 
 def summary(rounds: list[dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
@@ -158,22 +175,26 @@ def microseconds(calls: list[Timed]) -> str:
     )
 
 
-def report(rounds: list[dict[str, list[float]]], hook: list[Timed], alone: list[Timed]) -> str:
+def report(
+    rounds: list[dict[str, list[float]]], cpu: dict[str, list[float]], hook: list[Timed], hook_alone: list[Timed]
+) -> str:
     modes = summary(rounds)
     rows = [
         [
             mode, str(len(found["times"])), f"{statistics.median(found['times']) * 1e3:.1f}",
             f"{percentile(found['times'], 95) * 1e3:.1f}",
             "" if mode == "bare" else spread(found["ratios"]), "" if mode == "bare" else spread(found["late_ratios"]),
+            f"{statistics.median(cpu[mode]) * 1e3:.1f}",
         ]
         for mode, found in modes.items()
     ]  # fmt: skip
-    head = ["mode", "iterations", "median ms", "p95 ms", "median / bare median", "p95 / bare p95"]
+    head = ["mode", "iterations", "median ms", "p95 ms", "median / bare median", "p95 / bare p95", "CPU ms"]
     return (
-        f"Iteration times of rank 0; ratios per round, median (least to greatest of {len(rounds)} rounds)\n"
+        f"Iteration times of rank 0; ratios per round, median (least to greatest of {len(rounds)} rounds);\n"
+        "CPU: what all trainers' processes used per iteration, median of the rounds\n"
         f"{table(head, rows)}\n\n"
         f"The step marker's hook inside these iterations: median {microseconds(hook)}\n"
-        f"The same hook on an idle core, every 2 ms:       median {microseconds(alone)}"
+        f"The same hook on an idle core, every 2 ms:       median {microseconds(hook_alone)}"
     )
 
 
@@ -183,20 +204,27 @@ def main() -> None:
     options.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     options.add_argument("--rounds", type=int, help="rounds of blocks [default: 8, quick 1]")
     args = options.parse_args()
+    # So that a terminated benchmark takes its labs and its temporary files with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rounds = args.rounds or (1 if args.quick else 8)
     warm, steps, size = (1, 3, (64, 2, 4)) if args.quick else (3, 15, (1024, 4, 64))
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("overhead.py: trainers and daemon need a core each: give it two or more")
-    busy = load()
+    here, busy = machine(), load()
     try:
         with tempfile.TemporaryDirectory(prefix="flowcheck-overhead-") as name:
-            found = run(Path(name), rounds, warm, steps, size)
+            try:
+                found = run(Path(name), rounds, warm, steps, size)
+            except FlowcheckError:
+                for output in sorted(Path(name).glob("*/output")):
+                    print(f"{output.parent.name} lab:\n{tail(output)}", file=sys.stderr)
+                raise
     except FlowcheckError as error:
         sys.exit(f"overhead.py: {error}")
     if args.json:
-        print(json.dumps({"machine": machine(), "load": busy, **found, "modes": summary(found["rounds"])}))
+        print(json.dumps({"machine": here, "load": busy, **found, "modes": summary(found["rounds"])}))
     else:
-        print(f"{machine()}\nload before: {busy:.1f}; {RANKS} trainers\n\n{report(found['rounds'], found['hook'], found['hook_alone'])}")
+        print(f"{here}\nload before: {busy:.1f}; {RANKS} trainers\n\n{report(**found)}")
 
 
 if __name__ == "__main__":

@@ -14,25 +14,28 @@ import argparse
 import json
 import logging
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from measure import load, machine, spread, table
 from numba import njit
+from recorded_job import RecordedJob, Replay, Shape, record
 
 from flowcheck.errors import FlowcheckError
-from measure import load, machine, spread, table
 from mirror.block import Block
 from mirror.flows import Flows
 from mirror.frames import Segments, parse
 from mirror.memory import address_of, copy
 from reconstruct.shadow import Shadow
-from recorded_job import RecordedJob, Replay, Shape, record
+from reconstruct.steps import StepReady
 
 SHAPES = (Shape("1,514 B", 1500, False), Shape("9,014 B", 9000, False), Shape("64 KiB", 1500, True))
 QUICK = (Shape("1,514 B", 1500, False, ranks=2, steps=4, layers=4),)
@@ -99,8 +102,8 @@ def prove(job: RecordedJob) -> int:
         shadow.load(key, 0, data)
     digests = []
 
-    def apply(ready: object) -> None:
-        shadow.apply(ready.step, ready.gradients, [dict(group) for group in ready.groups])  # type: ignore[attr-defined]
+    def apply(ready: StepReady) -> None:
+        shadow.apply(ready.step, ready.gradients, [dict(group) for group in ready.groups])
         digests.append(shadow.digest())
 
     replay = Replay(job, apply)
@@ -115,6 +118,14 @@ def prove(job: RecordedJob) -> int:
     return start
 
 
+def warmed(job: RecordedJob, start: int) -> Replay:
+    """A replay that has come to block `start`."""
+    replay = Replay(job)
+    for block in job.blocks[:start]:
+        replay.feed(block)
+    return replay
+
+
 def count_calls(job: RecordedJob, start: int) -> int:
     """Python and C functions that Python calls from block `start` on."""
     calls = 0
@@ -123,9 +134,7 @@ def count_calls(job: RecordedJob, start: int) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    replay = Replay(job)
-    for block in job.blocks[:start]:
-        replay.feed(block)
+    replay = warmed(job, start)
     sys.setprofile(count)
     try:
         for block in job.blocks[start:]:
@@ -169,7 +178,6 @@ def measure(shape: Shape, root: Path, repeats: int, sample: int) -> Measured:
     calls = count_calls(job, start)
     frames = sum(len(block) for block in blocks)
     times: dict[str, list[float]] = {"pipeline": [], "memcpy": [], "memcpy_placed": [], "copy_frames": []}
-    placed = 0
 
     def follow() -> None:
         for block in blocks:
@@ -177,17 +185,16 @@ def measure(shape: Shape, root: Path, repeats: int, sample: int) -> Measured:
         replay.finish()
 
     for repeat in range(repeats + 1):
-        replay = Replay(job)
-        for block in job.blocks[:start]:
-            replay.feed(block)
+        replay = warmed(job, start)
         before = replay.pipeline.counters()["placed_bytes"]
         found = {"pipeline": timed(follow)}
         placed = replay.pipeline.counters()["placed_bytes"] - before
+        to, of = target[:placed], source[:placed]
         if replay.step != shape.steps:
             raise FlowcheckError(f"a replay ended at step {replay.step}: {replay.lost}")
-        found["memcpy"] = timed(lambda: np.copyto(target, source))
-        found["memcpy_placed"] = timed(lambda: np.copyto(target[:placed], source[:placed]))
-        found["copy_frames"] = timed(lambda: copy_each(address_of(target), rows))
+        found["memcpy"] = timed(partial(np.copyto, target, source))
+        found["memcpy_placed"] = timed(partial(np.copyto, to, of))
+        found["copy_frames"] = timed(partial(copy_each, address_of(target), rows))
         if repeat:  # the first one warms up
             for name, seconds in found.items():
                 times[name].append(seconds)
@@ -240,6 +247,8 @@ def main() -> None:
     options.add_argument("--repeats", type=int, help="timed repeats [default: 15, quick 3]")
     options.add_argument("--recordings", type=Path, help="where recordings are kept [default: a temporary folder]")
     args = options.parse_args()
+    # So that a terminated benchmark takes its labs and its temporary files with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     root = args.recordings or Path(tempfile.gettempdir()) / f"flowcheck-recordings-{os.getuid()}"
     repeats = args.repeats or (3 if args.quick else 15)
     here, busy = machine(), load()

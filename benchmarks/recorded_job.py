@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import deque
@@ -11,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from flowcheck import jobfile
+from flowcheck import jobfile, trainer_log
 from flowcheck.description import JobDescription
 from flowcheck.errors import FlowcheckError
 from flowcheck.lab import Lab, LabConfig, Mirror
 from flowcheck.pipeline import Limits, Pipeline
+from flowcheck.trainer_log import TrainerLog
 from mirror.block import Block
 from mirror.capfile import CaptureFileSource
 from reconstruct.lr import Predictor
-from reconstruct.markers import Marker, parse_marker
 from reconstruct.steps import StepLost, StepReady, Waits
 
 SCRIPT = Path(__file__).with_name("large_buckets.py")
@@ -48,12 +49,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class RecordedJob:
-    """A recording in memory. `digests`: rank 0's own, after each step."""
+    """A recording in memory. `said`: what the trainers told the daemon; `digests`: rank 0's own, after each step."""
 
     blocks: list[Block]
     description: JobDescription
     tensors: jobfile.Tensors
-    markers: list[tuple[int, Marker]]
+    said: TrainerLog
     digests: list[str]
 
     @property
@@ -65,19 +66,24 @@ class RecordedJob:
 def record(shape: Shape, root: Path) -> RecordedJob:
     """The recording of this shape under `root`, made in the lab if it is not there yet. Raises FlowcheckError."""
     folder = root / shape.folder
+    problem = ""
     for _ in range(TRIES):
         if not (folder / "whole").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             _run_lab(shape, folder)
-        job = _load(folder)
-        replay = Replay(job)
-        # A busy machine may drop frames while it records; such a recording shows nothing.
-        if replay.run(job.blocks) == shape.steps:
-            (folder / "whole").touch()
-            return job
+        try:
+            job = _load(folder)
+            replay = Replay(job)
+            if replay.run(job.blocks) == shape.steps:
+                (folder / "whole").touch()
+                return job
+            problem = replay.lost
+        except FlowcheckError as error:
+            problem = str(error)
+        # Frames were dropped while a busy machine recorded, or it was recorded by another version: once more.
         (folder / "whole").unlink(missing_ok=True)
-    raise FlowcheckError(f"{TRIES} recordings in a row lack frames ({replay.lost}): try again on an idle machine")
+    raise FlowcheckError(f"{TRIES} recordings in a row cannot be used: {problem}; try again on an idle machine")
 
 
 def _run_lab(shape: Shape, folder: Path) -> None:
@@ -110,30 +116,28 @@ def _load(folder: Path) -> RecordedJob:
     source.close()
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     description, tensors = jobfile.read(folder / "store/default/e1" / jobfile.JOB_FILE)
-    markers = []
-    for note in jobfile.read_markers(folder / "store/default/e1" / jobfile.MARKERS_FILE):
-        arrived = note.pop("time")
-        markers.append((arrived, parse_marker(note)))
+    said = trainer_log.read(folder / "store/default/e1" / jobfile.MARKERS_FILE)
     digests = json.loads((folder / "digests.json").read_text())
-    return RecordedJob(list(cut(np.fromfile(capture, np.uint8), columns)), description, tensors, markers, digests)
+    return RecordedJob(list(cut(np.fromfile(capture, np.uint8), columns)), description, tensors, said, digests)
 
 
 def cut(base: np.ndarray, columns: list[np.ndarray], size: int = RING_BLOCK) -> Iterator[Block]:
-    """Blocks of at most `size` bytes of frames. columns: offset, caplen, wirelen, ts, vlan, in the order of Block."""
+    """Blocks of about `size` bytes of frames. columns: offset, caplen, wirelen, ts, vlan, in the order of Block."""
     room = np.cumsum(columns[1]) // size
     edges = [0, *(np.flatnonzero(np.diff(room)) + 1).tolist(), len(room)]
-    for first, last in zip(edges, edges[1:], strict=False):
-        yield Block(base, *(column[first:last] for column in columns))
+    for first, last in itertools.pairwise(edges):
+        offset, caplen, wirelen, ts, vlan = (column[first:last] for column in columns)
+        yield Block(base, offset, caplen, wirelen, ts, vlan)
 
 
 class Replay:
-    """Feeds a recorded job's blocks to a pipeline of its own, markers by their time; steps are taken and forgotten."""
+    """Feeds a recorded job's blocks to its own pipeline, what the trainers said by its time; steps are forgotten."""
 
     def __init__(self, job: RecordedJob, take: Callable[[StepReady], None] = lambda ready: None) -> None:
         self.pipeline = Pipeline(Limits(landings=2 << 30), Waits(marker=1 << 62))
         self.lost = "no step was lost"
-        self._tracker = self.pipeline.add_job("job", job.description, Predictor(job.description))
-        self._markers = deque(job.markers)
+        self._tracker = self.pipeline.add_job("job", job.description, Predictor(job.description), job.said.attached)
+        self._words = deque(job.said.words)
         self._take = take
         self._now = 0
 
@@ -160,9 +164,8 @@ class Replay:
         return self.step
 
     def _poll(self, until: int, final: bool) -> None:
-        while self._markers and self._markers[0][0] <= until:
-            arrived, marker = self._markers.popleft()
-            self._tracker.marker(marker, arrived)
+        while self._words and self._words[0][0] <= until:
+            self._words.popleft()[1](self._tracker)
         for _, event in self.pipeline.poll(self._now, final):
             if isinstance(event, StepReady):
                 self._take(event)

@@ -1,9 +1,10 @@
 """The training script of overhead.py: trains in blocks, each in the mode that the benchmark asks for.
 
-Usage: switching_job.py FOLDER WIDTH LAYERS BATCH. Block k is asked for by FOLDER/ask-<k>.json {"mode", "warm", "steps"};
-mode "stop" ends the script. Rank 0 answers with FOLDER/answer-<k>.json: seconds per timed iteration; seconds of
-flowcheck's hook in them, as (wall clock, CPU of the thread); optimizer steps done; the state's digest at the end. In
-mode "hook" nothing is trained: `steps` calls of the hook, each on an otherwise idle core.
+Usage: switching_job.py FOLDER WIDTH LAYERS BATCH. Block k is asked for by FOLDER/ask-<k>.json, {"mode", "warm",
+"steps"}; mode "stop" ends the script. Rank 0 answers with FOLDER/answer-<k>.json: seconds per timed iteration; CPU
+seconds of all ranks per timed iteration; seconds of flowcheck's hook in each, as (wall clock, CPU of the thread);
+optimizer steps done; the state's digest at the end. In mode "hook" nothing is trained: `steps` calls of the hook, each
+on an otherwise idle core.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import zmq
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +48,7 @@ class Job:
         self.inputs = torch.randn(batch, width, generator=torch.Generator().manual_seed(self.rank))
         self.done = 0
         self.pending: Any = None
+        self.sink = f"ipc://{folder.parent / 'sink'}"
 
     def iteration(self) -> None:
         self.optimizer.zero_grad()
@@ -88,51 +90,59 @@ def timed(hook: Callable[..., None], into: list[tuple[float, float]]) -> Callabl
     return call
 
 
-def hook_alone(job: Job, calls: int) -> list[tuple[float, float]]:
-    """Rank 0: the hook of this job, sending to a socket of its own, every 2 ms with nothing else to do."""
-    if job.rank != 0:
-        return []
-    endpoint = f"ipc://{job.folder / 'sink'}"
-    found: list[tuple[float, float]] = []
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as sink, Connection(endpoint) as connection:
-        sink.bind(endpoint)
-        live = describe(job.model, job.optimizer)
-        marker = StepMarker(connection, "hook", 1, job.done, 0, live, job.optimizer)
-        call = timed(marker, found)
-        for _ in range(calls):
-            call(job.optimizer, (), {})
-            time.sleep(0.002)
-            sink.recv_multipart()
-    return found
+def marker_of(job: Job, connection: Connection) -> StepMarker:
+    """The hook that attach would register, sending to the benchmark's own socket."""
+    return StepMarker(connection, "hook", 1, job.done, 0, describe(job.model, job.optimizer), job.optimizer)
+
+
+def hook_alone(job: Job, calls: int, into: list[tuple[float, float]]) -> None:
+    """Rank 0: call the hook every 2 ms with nothing else to do."""
+    if job.rank == 0:
+        with Connection(job.sink) as connection:
+            call = timed(marker_of(job, connection), into)
+            for _ in range(calls):
+                call(job.optimizer, (), {})
+                time.sleep(0.002)
 
 
 def block(job: Job, mode: str, warm: int, steps: int) -> dict[str, Any]:
     """Train warm + steps iterations in one mode and time the last `steps`."""
     hook: list[tuple[float, float]] = []
-    handle = None
-    if mode == "flowcheck":
-        handle = flowcheck.attach(job.model, job.optimizer, step=job.done, run="overhead", strict=True)
-        # Where it is, in the training itself. The newest hook is the one just attached.
-        hooks = job.optimizer._optimizer_step_post_hooks
-        key = list(hooks)[-1]
-        hooks[key] = timed(hooks[key], hook)
+    with ExitStack() as stack:
+        if mode == "flowcheck":
+            handle = flowcheck.attach(job.model, job.optimizer, step=job.done, run="overhead", strict=True)
+            stack.callback(handle.close)
+            # Where it is, in the training itself. The newest hook is the one just attached.
+            hooks = job.optimizer._optimizer_step_post_hooks
+            key = list(hooks)[-1]
+            hooks[key] = timed(hooks[key], hook)
+        elif mode == "hook only" and job.rank == 0:
+            connection = stack.enter_context(Connection(job.sink))
+            stack.callback(job.optimizer.register_step_post_hook(marker_of(job, connection)).remove)
+        return train(job, mode, warm, steps, hook)
+
+
+def train(job: Job, mode: str, warm: int, steps: int, hook: list[tuple[float, float]]) -> dict[str, Any]:
     extra: Callable[[], None] | None = {"torch.save": job.save, "async_save": job.async_save}.get(mode)
     times = []
     dist.barrier()
     if mode == "hook":
-        hook, warm, steps = hook_alone(job, steps), 0, 0
-    for _ in range(warm + steps):
+        hook_alone(job, steps, hook)
+        warm = steps = 0
+    cpu = 0.0
+    for number in range(warm + steps):
+        if number == warm:
+            cpu = time.process_time()
         start = time.perf_counter()
         job.iteration()
         if extra is not None:
             extra()
         times.append(time.perf_counter() - start)
     job.wait()
-    dist.barrier()
-    if handle is not None:
-        handle.close()
+    used = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+    dist.all_reduce(used)
     return {
-        "times": times[warm:], "hook": hook[warm:], "step": job.done,
+        "times": times[warm:], "cpu": used.item() / max(1, steps), "hook": hook[warm:], "step": job.done,
         "digest": flowcheck.digest(job.model, job.optimizer),
     }  # fmt: skip
 

@@ -12,25 +12,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from flowcheck.errors import FlowcheckError
 from flowcheck.pipeline import Pipeline
-from mirror.block import Source
+from mirror.block import Block, Source
 from mirror.record import PcapRecorder
 from reconstruct.steps import TrackerEvent
 
 # Frames reach a reader when the kernel retires their ring block, so an idle ring proves nothing newer than this.
 RING_DELAY = 50_000_000
-# Steps claimed but not yet applied: beyond this the ring has to hold the traffic.
-MAX_PENDING = 3
 DRAIN_SECONDS = 10.0
 QUIET_SECONDS = 0.3
 EXPIRE_EVERY = 10_000_000
+PROBLEMS_EVERY = 1.0
+
+Command = Callable[[], None]
 
 
 class CaptureThread(threading.Thread):
     """Runs the pipeline over `sources` until they end or `stop` is called, then drains what is left.
 
     deliver: called on this thread with every (job key, event); live: whether an idle source means that time goes on
-    (a capture) or that nothing more comes (files).
+    (a capture) or that nothing more comes (files); report: called with one line for a person.
     """
 
     def __init__(
@@ -40,37 +42,52 @@ class CaptureThread(threading.Thread):
         deliver: Callable[[str, TrackerEvent], None],
         *,
         live: bool,
+        report: Callable[[str], None],
         recorder: PcapRecorder | None = None,
     ) -> None:
         super().__init__(name="capture", daemon=True)
         self.pipeline = pipeline
         self.sources = list(sources)
         self.failure: BaseException | None = None
+        self.over = False  # nothing will be captured any more
         self.now = 0  # capture time: everything up to here was processed, ns
         self._deliver = deliver
         self._live = live
+        self._report = report
         self._recorder = recorder
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        self._expired = 0
-        self._timed: list[tuple[int, int, Callable[[], None]]] = []  # filled before the start only
+        self._commands: queue.SimpleQueue[tuple[int | None, Command]] = queue.SimpleQueue()
+        self._timed: list[tuple[int, int, Command]] = []
         self._order = itertools.count()
+        self._stopping = threading.Event()
+        self._stop_at = 0
+        self._expired = 0
+        self._told: list[list[str]] = [[] for _ in self.sources]
+        self._asked = 0.0
 
-    def call(self, command: Callable[[], None], at: int | None = None) -> None:
+    def call(self, command: Command, at: int | None = None) -> bool:
         """Run `command` on the capture thread before the next block; at: not before this capture time (ns).
 
-        Before the thread is started there is nobody to disturb: the command runs at once.
+        False if the capture is over and nothing will run any more. Before the thread is started there is nobody to
+        disturb: a command without a time runs at once.
         """
-        if at is not None:
-            heapq.heappush(self._timed, (at, next(self._order), command))
-        elif self.ident is None:
+        if self.over:
+            return False
+        if self.ident is None and at is None:
             command()
         else:
-            self._commands.put(command)
+            self._commands.put((at, command))
+        return True
 
     def stop(self) -> None:
-        """Process what the sources still hold, then end."""
+        """Process what the sources hold by now, then end."""
+        if not self._stop_at:
+            self._stop_at = time.time_ns()
         self._stopping.set()
+
+    def remove_job(self, key: str) -> None:
+        """On this thread: hand out what is known of a job and forget it."""
+        self._poll()
+        self.pipeline.remove_job(key)
 
     def run(self) -> None:
         try:
@@ -80,31 +97,35 @@ class CaptureThread(threading.Thread):
             self._finish()
         except BaseException as error:
             self.failure = error
+        finally:
+            self.over = True
 
     def _capture(self) -> None:
         while not self._stopping.is_set():
             self._run_commands()
-            if self._full():
+            self._tell_problems()
+            if self.pipeline.full:
                 time.sleep(0.001)
                 continue
+            asked = time.time_ns()
             if not self._round(0.01):
                 if not self._live and all(source.finished for source in self.sources):
                     return
                 if self._live:
-                    self._idle()
+                    self._idle(asked)
 
     def _drain(self) -> None:
-        deadline = time.monotonic() + DRAIN_SECONDS
-        quiet = time.monotonic() + QUIET_SECONDS
-        while time.monotonic() < min(deadline, quiet):
+        """Everything that was in the ring when the stop came; a job that trains on does not hold it up."""
+        start = time.monotonic()
+        deadline, least = start + DRAIN_SECONDS, start + QUIET_SECONDS  # markers may still be on their way
+        while time.monotonic() < (deadline if self.now < self._stop_at + RING_DELAY else least):
             self._run_commands()
-            if self._full():
+            if self.pipeline.full:
                 time.sleep(0.001)
-            elif self._round(0.01):
-                quiet = time.monotonic() + QUIET_SECONDS
-
-    def _full(self) -> bool:
-        return any(tracker.pending >= MAX_PENDING for tracker in self.pipeline.trackers.values())
+                continue
+            asked = time.time_ns()
+            if not self._round(0.01):
+                self._idle(asked)
 
     def _round(self, timeout: float) -> bool:
         """Read each source once; whether any had a block."""
@@ -117,43 +138,83 @@ class CaptureThread(threading.Thread):
             try:
                 if len(block.ts):
                     self.now = max(self.now, int(block.ts[-1]))
-                if self._recorder is not None:
-                    self._recorder.write(block)
+                self._record(block)
                 self.pipeline.feed(block, self.now)
             finally:
                 source.release(block)
             self._poll()
         return found
 
-    def _idle(self) -> None:
-        self.now = max(self.now, time.time_ns() - RING_DELAY)
+    def _record(self, block: Block) -> None:
+        if self._recorder is None:
+            return
+        try:
+            self._recorder.write(block)
+        except FlowcheckError as error:  # following the job matters more than its recording
+            self._recorder = None
+            self._report(f"the recording ends here: {error}")
+
+    def _idle(self, asked: int) -> None:
+        """No source had a block when it was asked: what was captured well before that has been processed."""
+        self.now = max(self.now, asked - RING_DELAY)
         if self.now - self._expired > EXPIRE_EVERY:
             self._expired = self.now
             self.pipeline.expire(self.now)
             self._poll()
 
     def _finish(self) -> None:
-        if self._timed:
-            self.now = max(self.now, max(at for at, _, _ in self._timed))
         self._run_commands()
+        if self._timed:  # what was to happen after the last frame
+            self.now = max(self.now, max(at for at, _, _ in self._timed))
+            self._run_commands()
         self.pipeline.flush(self.now)
         while True:
             self._poll(final=True)
             if not any(tracker.pending for tracker in self.pipeline.trackers.values()):
-                return
+                break
             self._run_commands()
             time.sleep(0.001)
+        self._asked = 0.0
+        self._tell_problems()
 
     def _poll(self, final: bool = False) -> None:
         for key, event in self.pipeline.poll(self.now, final):
             self._deliver(key, event)
 
     def _run_commands(self) -> None:
-        while self._timed and self._timed[0][0] <= self.now:
-            heapq.heappop(self._timed)[2]()
+        ran = False
         while True:
             try:
-                command = self._commands.get_nowait()
+                at, command = self._commands.get_nowait()
             except queue.Empty:
-                return
-            command()
+                break
+            if at is None:
+                command()
+                ran = True
+            else:
+                heapq.heappush(self._timed, (at, next(self._order), command))
+        while self._timed and self._timed[0][0] <= self.now:
+            heapq.heappop(self._timed)[2]()
+            ran = True
+        if ran:
+            self._poll()  # a marker may complete a step whose traffic is long there
+
+    def _tell_problems(self) -> None:
+        """What went wrong with the sources since it was last asked."""
+        if time.monotonic() - self._asked < PROBLEMS_EVERY:
+            return
+        self._asked = time.monotonic()
+        for number, source in enumerate(self.sources):
+            problems = list(source.problems)
+            for line in fresh(self._told[number], problems):
+                self._report(line)
+            self._told[number] = problems
+
+
+def fresh(old: Sequence[str], new: Sequence[str]) -> Sequence[str]:
+    """The lines of `new` that were appended since `old`; both are the newest lines of one growing list."""
+    for dropped in range(len(old) + 1):
+        kept = len(old) - dropped
+        if list(new[:kept]) == list(old[dropped:]):
+            return new[kept:]
+    return new

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,16 +18,24 @@ import click
 from flowcheck.config import DaemonConfig, load_config
 from flowcheck.errors import FlowcheckError, UsageError
 from flowcheck.lab.command import lab_command
+from flowcheck.plan_command import plan_command
+from flowcheck.switchconfig.command import switch_config_command
 
 
 class Commands(click.Group):
     """A click group that ends in one line and an exit status, whatever goes wrong."""
 
-    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> NoReturn:
         try:
-            status = super().main(*args, standalone_mode=False, **kwargs)
-        except click.ClickException as error:
+            status = super().main(args, *rest, **{**kwargs, "standalone_mode": False})
+        except click.exceptions.NoArgsIsHelpError as error:
             error.show()
+            sys.exit(error.exit_code)
+        except click.ClickException as error:
+            context = getattr(error, "ctx", None)
+            where = f" ({context.command_path} --help shows how)" if context is not None else ""
+            message = " ".join(error.format_message().split()).rstrip(".")
+            click.echo(f"flowcheck: {message}{where}", err=True)
             sys.exit(error.exit_code)
         except FlowcheckError as error:
             click.echo(f"flowcheck: {error}", err=True)
@@ -41,7 +50,7 @@ class Commands(click.Group):
             if os.environ.get("FLOWCHECK_DEBUG"):
                 raise
             click.echo(
-                f"flowcheck: unexpected {type(error).__name__}: {error} (FLOWCHECK_DEBUG=1 shows where; please report it)",
+                f"flowcheck: unexpected {type(error).__name__}: {error} (FLOWCHECK_DEBUG=1 shows where: report it)",
                 err=True,
             )
             sys.exit(1)
@@ -60,18 +69,21 @@ def main() -> None:
     "-r", "--read", "files", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
     help="Read recorded frames (pcap, pcapng) instead; several are merged by time.",
 )
-@click.option("--job", type=click.Path(path_type=Path), metavar="FILE", help="Job file, with -r: what the recording is of.")
+@click.option("--job", type=click.Path(path_type=Path), metavar="FILE", help="Job file, with -r: whose traffic it is.")
 @click.option("--listen", multiple=True, metavar="ENDPOINT", help="tcp://HOST:PORT or ipc://PATH; port 0 picks one.")
 @click.option("--store", type=click.Path(path_type=Path), metavar="DIR", help="Keep snapshots here.")
 @click.option("--journal", type=click.Path(path_type=Path), metavar="FILE", help="One JSON line per step.")
-@click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Also write every frame to this pcap file.")
+@click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Write all frames to this pcap file.")
 @click.option("--every-steps", type=click.IntRange(min=1), metavar="K", help="Persist a snapshot every K steps.")
-@click.option("--every-seconds", type=click.FloatRange(min=0.1), metavar="S", help="Persist a snapshot every S seconds.")
+@click.option("--every-seconds", type=click.FloatRange(min=0.1), metavar="S", help="Persist one every S seconds.")
 @click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Snapshots kept per epoch.")
 @click.option("--observe", is_flag=True, help="No job: decode and report collectives, coverage and loss.")
-@click.option("--ring-mib", type=click.IntRange(min=4, max=65536), default=256, show_default=True, help="Capture ring size.")
-@click.option("--block-kib", type=click.IntRange(min=128, max=65536), default=1024, show_default=True, help="Ring block size.")
-@click.option("--landing-gib", type=click.FloatRange(min=0.001), default=8.0, show_default=True, help="Memory for gradients in flight.")
+@click.option("--ring-mib", type=click.IntRange(4, 65536), default=256, show_default=True, help="Capture ring size.")
+@click.option("--block-kib", type=click.IntRange(128, 65536), default=1024, show_default=True, help="Ring block size.")
+@click.option(
+    "--landing-gib", type=click.FloatRange(min=0.001), default=8.0, show_default=True,
+    help="Memory for gradients in flight.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the optimizer [default: half of the cores].")
 @click.option("--insecure", is_flag=True, help="Allow addresses other than loopback without keys.")
 @click.option("--config", type=click.Path(path_type=Path), metavar="FILE.toml", help="Defaults for these options.")
@@ -106,7 +118,7 @@ def status(endpoint: str, as_json: bool, watch: bool, timeout: float) -> None:
 
 @main.command()
 @click.argument("source")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="PATH", help="File (torch) or folder (dcp).")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="PATH", help="File, or folder (dcp).")
 @click.option("--format", "form", type=click.Choice(["torch", "dcp"]), default="torch", show_default=True)
 @click.option("--step", default="latest", show_default=True, metavar="latest|N")
 @click.option("--run", metavar="R", help="Which run, where SOURCE holds several.")
@@ -116,9 +128,11 @@ def restore(source: str, out: Path, form: str, step: str, run: str | None) -> No
 
     if step != "latest" and not step.isdecimal():
         raise UsageError(f"--step {step}: give latest or a step number")
-    snapshot = write(source, out, form, step if step == "latest" else int(step), run)
+    snapshot = write(source, out, form, "latest" if step == "latest" else int(step), run)
     kind = "" if snapshot.confirmed else ", not confirmed by the trainer"
     click.echo(f"restored step {snapshot.step} of run {snapshot.run} (epoch {snapshot.epoch}{kind}) to {out}")
+    for note in snapshot.notes:
+        click.echo(f"note: {note}", err=True)
     for reason in snapshot.reasons:
         click.echo(f"not bit-exact: {reason}")
     if snapshot.not_covered:
@@ -139,7 +153,7 @@ def verify(path: Path) -> None:
 
 
 @main.command()
-@click.option("--steps", type=click.IntRange(min=8), default=40, show_default=True, help="Optimizer steps of the whole run.")
+@click.option("--steps", type=click.IntRange(min=8), default=40, show_default=True, help="Optimizer steps altogether.")
 @click.option("--seed", type=int, help="Choose the step of the kill [default: random].")
 def demo(steps: int, seed: int | None) -> int:
     """Train, kill, restore, resume and compare: four ranks on this machine, real mirroring, about a minute."""
@@ -149,3 +163,5 @@ def demo(steps: int, seed: int | None) -> int:
 
 
 main.add_command(lab_command, "lab")
+main.add_command(switch_config_command, "switch-config")
+main.add_command(plan_command, "plan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -75,8 +76,11 @@ def snapshot(
     """
     if "://" in source:
         return fetch(source, run, step, progress)
+    notes: list[str] = []
     with Store(source) as store:
-        return store.load(run, step, progress=progress)
+        state = store.load(run, step, progress=progress, skipped=lambda line: notes.append(f"passed over: {line}"))
+    state.notes += notes
+    return state
 
 
 def load(source: str, step: int | Literal["latest"] = "latest", run: str | None = None) -> dict[str, Any]:
@@ -87,7 +91,10 @@ def load(source: str, step: int | Literal["latest"] = "latest", run: str | None 
     """
     from flowcheck.formats import to_torch
 
-    return to_torch(snapshot(str(source), run, step))
+    state = snapshot(str(source), run, step)
+    for note in state.notes:
+        warnings.warn(f"flowcheck: {note}", RuntimeWarning, stacklevel=2)
+    return to_torch(state)
 
 
 @dataclass(slots=True)
@@ -152,6 +159,7 @@ def _snapshot(header: bytes) -> Snapshot:
         not_covered=reader.sequence("not_covered", MAX_TENSORS, text),
         groups=reader.sequence("groups", 1 << 14, decode_value),
         scheduler=check_scheduler(reader.value("scheduler"), "scheduler"),
+        notes=reader.sequence("notes", 64, text),
     )
     for key, spec in reader.sequence("tensors", 4 * MAX_TENSORS, _table_entry):
         snapshot.tensors[key] = (spec, np.empty(spec.nbytes, np.uint8))

@@ -52,6 +52,15 @@ class DaemonConfig:
             raise UsageError("--job goes with -r: a live job attaches by itself")
 
 
+def _check_kind(parameter: click.Option, value: Any) -> None:
+    """click reads 5.5 as 5 and true as 1: right for words of a command line, not for values that have a kind."""
+    if isinstance(value, bool) != parameter.is_flag or isinstance(value, dict):
+        due = "true or false" if parameter.is_flag else "another kind of value"
+        raise ValueError(f"{str(value).lower()} does not fit, {due} does")
+    if isinstance(parameter.type, click.types.IntParamType) and isinstance(value, float):
+        raise ValueError(f"{value} is not a whole number")
+
+
 def load_config(path: Path, ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:
     """`options` with what the file sets and the command line does not.
 
@@ -63,11 +72,11 @@ def load_config(path: Path, ctx: click.Context, options: dict[str, Any]) -> dict
         raise BadConfig(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadConfig(f"{path}: not TOML: {error}") from error
-    known = {
+    known: dict[str, click.Option] = {
         name.lstrip("-"): parameter
         for parameter in ctx.command.params
         for name in parameter.opts
-        if name.startswith("--") and parameter.name != "config"
+        if isinstance(parameter, click.Option) and name.startswith("--") and parameter.name != "config"
     }
     merged = dict(options)
     for name, value in values.items():
@@ -77,7 +86,10 @@ def load_config(path: Path, ctx: click.Context, options: dict[str, Any]) -> dict
         assert parameter.name is not None
         if ctx.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT:
             continue
+        if parameter.multiple and not isinstance(value, list):
+            value = [value]  # interface = "mon0"
         try:
+            _check_kind(parameter, value)
             merged[parameter.name] = parameter.type_cast_value(ctx, value)
         except (click.BadParameter, TypeError, ValueError) as error:
             raise BadConfig(f"{path}: {name}: {error}") from error

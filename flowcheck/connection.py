@@ -10,15 +10,20 @@ import zmq
 from flowcheck import protocol
 from flowcheck.errors import FlowcheckError, UsageError
 
+HEARTBEAT_MS, HEARTBEAT_TTL_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000, 10000
+
 
 class Unreachable(FlowcheckError):
     """No daemon answered within the deadline."""
 
 
 class Connection:
-    """Talks to the daemon at `endpoint`. Use it from one thread; `close` it in the end."""
+    """Talks to the daemon at `endpoint`. Use it from one thread; `close` it in the end.
 
-    def __init__(self, endpoint: str, send_queue: int = 4 * protocol.WINDOW) -> None:
+    heartbeat: let the daemon notice within seconds when this side can no longer reach it (a libzmq thread sends these).
+    """
+
+    def __init__(self, endpoint: str, send_queue: int = 4 * protocol.WINDOW, *, heartbeat: bool = False) -> None:
         scheme, separator, rest = endpoint.partition("://")
         if not separator or scheme not in ("tcp", "ipc") or not rest:
             raise UsageError(f"endpoint {endpoint!r}: use tcp://HOST:PORT or ipc://PATH")
@@ -32,6 +37,10 @@ class Connection:
         self._socket.set(zmq.RCVHWM, 4 * protocol.WINDOW)
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 2000)
+        if heartbeat:
+            self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            self._socket.set(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_MS)
+            self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:

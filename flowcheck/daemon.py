@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from flowcheck import jobfile
+from flowcheck import jobfile, trainer_log
 from flowcheck.capture import CaptureThread
 from flowcheck.config import DaemonConfig
-from flowcheck.errors import BadConfig, FlowcheckError
+from flowcheck.errors import FlowcheckError
 from flowcheck.job import Job
 from flowcheck.jobs import Jobs
 from flowcheck.journal import Journal
@@ -37,7 +37,6 @@ from mirror.afpacket import AfPacketSource
 from mirror.block import Source
 from mirror.capfile import CaptureFileSource
 from mirror.record import PcapRecorder
-from reconstruct.markers import parse_marker
 from reconstruct.steps import Notice, StepConfirmed, StepLost, StepReady, TrackerEvent, Waits
 
 LOOPBACK_ANY = "tcp://127.0.0.1:0"
@@ -66,7 +65,10 @@ def open_sources(config: DaemonConfig) -> list[Source]:
 
 
 def available_memory() -> int:
-    """Bytes that this machine can still give."""
+    """Bytes that this machine can still give, the page cache's included."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -85,17 +87,20 @@ class Daemon:
         # Half of the cores: a tile is too small for threads that must first be given a core.
         torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // 2))
         _warm_up_optimizer()
-        live = bool(config.interfaces)
+        self._live = bool(config.interfaces)
         limits = Limits(landings=int(config.landing_gib * (1 << 30)))
-        pipeline = Pipeline(limits, Waits() if live else Waits(marker=1 << 62))
+        pipeline = Pipeline(limits, Waits())
         pipeline.warm_up()
         sources = open_sources(config)
         recorder = None if config.record is None else PcapRecorder(config.record)
-        self._ready: queue.SimpleQueue[tuple[Job, StepReady] | None] = queue.SimpleQueue()
-        self._capture = CaptureThread(pipeline, sources, self._deliver, live=live, recorder=recorder)
+        self._ready: queue.SimpleQueue[tuple[Job, StepReady | None] | None] = queue.SimpleQueue()
+        self._capture = CaptureThread(
+            pipeline, sources, self._deliver, live=self._live, report=log, recorder=recorder
+        )
         self._recorder = recorder
         self._sources = sources
         self._journal = None if config.journal is None else Journal(config.journal)
+        self._journal_missing = 0
         self._store = None if config.store is None else Store(config.store)
         self._persister: Persister | None = None
         if self._store is not None:
@@ -113,11 +118,12 @@ class Daemon:
             self._store,
             self._persister,
             log,
+            lambda job: self._ready.put((job, None)),
             apply_wait=1.0,
             memory_limit=available_memory(),
+            gradient_limit=limits.landings,
         )
         self._apply_thread = threading.Thread(target=self._apply_steps, name="apply", daemon=True)
-        self._failure: BaseException | None = None
         self._stop = threading.Event()
 
     def run(self) -> int:
@@ -138,8 +144,8 @@ class Daemon:
             for endpoint in server.endpoints:
                 print(f"listening {endpoint}", flush=True)
         try:
-            self._wait()
-            self._finish()
+            self._wait(server is not None)
+            unstored = self._finish()
             if self.config.files and server is not None and not self._stop.is_set():
                 self._stop.wait()
         finally:
@@ -147,59 +153,77 @@ class Daemon:
                 server.close()
             for source in self._sources:
                 source.close()
-        failure = self._capture.failure or self._failure
+        failure = self._capture.failure
         if failure is not None:
             raise failure if isinstance(failure, FlowcheckError) else FlowcheckError(
-                f"the daemon failed inside: {type(failure).__name__}: {failure}"
+                f"the capture failed inside: {type(failure).__name__}: {failure}"
             ) from failure
+        if unstored:
+            raise FlowcheckError(f"the newest step of {', '.join(unstored)} is not in the store: see above")
         return 0
 
     def _replay(self, path: Path) -> None:
-        """Follow a recorded job: its job file is the attach, the markers beside it are delivered by their time."""
+        """Follow a recorded job: its job file is the attach, what its trainers said is said again at its time."""
         description, tensors = jobfile.read(path)
+        said = trainer_log.read(path.with_name(jobfile.MARKERS_FILE))
         session = self._jobs.begin_attach(description)
         for key, (_, data) in tensors.items():
-            session.chunk(key, 0, memoryview(data))
-        session.commit()
+            session.chunk(key, 0, data.data)
+        session.commit(said.attached)
         (job,) = self._jobs.jobs.values()
-        markers = path.with_name(jobfile.MARKERS_FILE)
-        for record in jobfile.read_markers(markers):
-            arrived = record.pop("time", None)
-            if type(arrived) is not int:
-                raise BadConfig(f"{markers}: a marker without its time of arrival")
-            self._capture.call(partial(job.tracker.marker, parse_marker(record), arrived), at=arrived)
+        tracker = job.tracker
+        assert tracker is not None
+        for time_, word in said.words:
+            self._capture.call(partial(word, tracker), at=time_)
 
-    def _wait(self) -> None:
+    def _wait(self, serving: bool) -> None:
+        """Until a signal comes or the recording has ended. A daemon whose capture fails still serves what it holds."""
         while not self._stop.wait(0.1):
-            if not self._capture.is_alive() or not self._apply_thread.is_alive():
+            if self._capture.is_alive():
+                continue
+            failure = self._capture.failure
+            if failure is None or not self._live or not serving:
                 return
+            for job in list(self._jobs.jobs.values()):
+                job.frozen = job.frozen or f"the capture failed: {failure}"
+            log(f"the capture failed, no further step is followed: {type(failure).__name__}: {failure}")
+            self._stop.wait()
+            return
 
-    def _finish(self) -> None:
-        """Drain the ring, apply what is whole, write the newest steps."""
+    def _finish(self) -> list[str]:
+        """Drain the ring, apply what is whole, write the newest steps; the jobs whose newest step is not on disk."""
         self._capture.stop()
         self._capture.join()
         self._ready.put(None)
         self._apply_thread.join()
+        unstored = []
+        jobs = list(self._jobs.jobs.values())
         if self._persister is not None:
             self._persister.finish()
-            for job in self._jobs.jobs.values():
-                if job.suspect is None and job.persisted != job.step:
-                    pin = job.shadow.pin()
-                    self._persister.write(job, pin)
-                    pin.release()
+            for job in jobs:
+                if not job.in_doubt(job.step) and job.persisted != job.step:
+                    with job.shadow.pin() as pin:
+                        if not self._persister.write(job, pin):
+                            unstored.append(job.key)
+        self._jobs.close()
         if self._recorder is not None:
-            self._recorder.close()
+            try:
+                self._recorder.close()
+            except FlowcheckError as error:
+                log(str(error))
         if self._journal is not None:
             self._journal.close()
-        for job in self._jobs.jobs.values():
-            log(f"{job.key}: holds step {job.step}" + (f"; {job.status()['frozen']}" if job.frozen else ""))
+        for job in jobs:
+            frozen = job.status()["frozen"]
+            log(f"{job.key}: holds step {job.step}" + (f"; {frozen}" if frozen else ""))
         if self._lags:
             log(f"median lag {statistics.median(self._lags):.1f} ms over the last {len(self._lags)} steps")
+        return unstored
 
     # events of the capture thread
 
     def _deliver(self, key: str, event: TrackerEvent) -> None:
-        job = self._jobs.jobs.get(key)
+        job = self._jobs.followed.get(key)
         if job is None:
             return
         if isinstance(event, StepReady):
@@ -208,48 +232,76 @@ class Daemon:
             job.unconfirmed.discard(event.step)
         elif isinstance(event, StepLost):
             if event.claimed:
-                job.suspect = event.reason
+                self._distrust(job, event.step, event.reason)
             job.frozen = event.reason
-            log(f"{key}: frozen at {job.step}: {event.reason}")
+            log(f"{key}: frozen at {event.step - 1}: {event.reason}")
         elif isinstance(event, Notice):
             log(f"{key}: {event.text}")
+
+    def _distrust(self, job: Job, step: int, reason: str) -> None:
+        job.distrust(step, reason)
+        if self._persister is not None:
+            self._persister.withdraw(job, step)
 
     # the apply thread
 
     def _apply_steps(self) -> None:
-        try:
-            while (item := self._ready.get()) is not None:
-                self._apply(*item)
-        except BaseException as error:
-            self._failure = error
-            self._capture.stop()
+        while (item := self._ready.get()) is not None:
+            job, ready = item
+            if ready is None:
+                if self._persister is not None and not job.in_doubt(job.step):
+                    self._persister.request(job)
+                continue
+            try:
+                self._apply(job, ready)
+            except Exception as error:
+                job.halted = True
+                reason = f"step {ready.step} could not be applied: {error}"
+                if not job.shadow.ready:  # torn half way; otherwise the step before it is whole
+                    job.distrust(job.step, reason)
+                job.frozen = reason
+                log(f"{job.key}: frozen at {job.step}: {reason}")
+            ready.gradients.clear()  # the memory can be taken again
+            tracker, step = job.tracker, ready.step
+            del item, ready
+            if tracker is not None:
+                self._capture.call(partial(tracker.applied, step))
 
     def _apply(self, job: Job, ready: StepReady) -> None:
-        if job.suspect is None:
-            if not ready.confirmed:
-                job.unconfirmed.add(ready.step)
-            job.shadow.apply(ready.step, ready.gradients, [dict(group) for group in ready.groups])
-            if self.config.interfaces:
-                job.lag_ms = (time.time_ns() - ready.time) / 1e6
-                self._lags.append(job.lag_ms)
-            job.suspect = job.contradiction(ready.canaries)
-            if job.suspect is not None:
-                log(f"{job.key}: {job.suspect}")
-        tracker = job.tracker
-        if tracker is not None:
-            self._capture.call(lambda: tracker.applied(ready.step))
+        if job.halted or job.suspect is not None:
+            return
+        job.note_applied(ready.step, ready.confirmed)
+        job.shadow.apply(ready.step, ready.gradients, [dict(group) for group in ready.groups])
+        if self._live:
+            job.lag_ms = (time.time_ns() - ready.time) / 1e6
+            self._lags.append(job.lag_ms)
+        contradiction = job.contradiction(ready.canaries)
+        if contradiction is not None:
+            job.halted = True
+            job.distrust(ready.step, contradiction)
+            job.frozen = contradiction
+            if self._persister is not None:
+                self._persister.doubt(job, contradiction)
+            log(f"{job.key}: {contradiction}")
+        job.checked = ready.step
         if job.suspect is not None:
             return
         if self._journal is not None:
-            self._journal.write(
-                run=job.run,
-                epoch=job.epoch,
-                step=ready.step,
-                confirmed=ready.confirmed,
-                lag_ms=job.lag_ms,
-                bytes=ready.nbytes,
-                holes=tracker.hole_bytes if tracker is not None else 0,
-                digest=job.shadow.digest(),
-            )
+            self._write_line(job, ready, self._journal)
         if self._persister is not None:
             self._persister.consider(job)
+
+    def _write_line(self, job: Job, ready: StepReady, journal: Journal) -> None:
+        written = journal.write(
+            run=job.run,
+            epoch=job.epoch,
+            step=ready.step,
+            confirmed=ready.confirmed,
+            lag_ms=job.lag_ms,
+            bytes=ready.nbytes,
+            holes=0 if job.tracker is None else job.tracker.hole_bytes,
+            digest=job.shadow.digest(),
+        )
+        if not written and self._journal_missing == 0 and journal.problem is not None:
+            log(journal.problem)
+        self._journal_missing = journal.missing if not written else 0

@@ -13,6 +13,8 @@ from reconstruct.markers import Canary
 from reconstruct.shadow import Pin, Shadow
 from reconstruct.steps import StepTracker
 
+RECENT_STEPS = 64
+
 
 @dataclass(slots=True)
 class Job:
@@ -30,10 +32,13 @@ class Job:
     exact: bool
     reasons: list[str]
     tracker: StepTracker | None = None
-    unconfirmed: set[int] = field(default_factory=set)  # steps applied without their marker
+    unconfirmed: set[int] = field(default_factory=set)  # steps applied without their marker, of the newest ones
     frozen: str | None = None  # why no further step will be applied
+    halted: bool = False  # a step could not be applied: none after it can
     ended: bool = False  # the trainers attached again
-    suspect: str | None = None  # why the shadow's own step must not be handed out
+    suspect: str | None = None  # why steps from `suspect_from` on must not be handed out
+    suspect_from: int = 0
+    checked: int = 0  # newest step whose values were compared with the trainer's
     job_step: int = 0  # newest step that the trainer is known to have done
     lag_ms: float | None = None
     persisted: int | None = None
@@ -46,6 +51,22 @@ class Job:
     @property
     def step(self) -> int:
         return self.shadow.step
+
+    def distrust(self, step: int, reason: str) -> None:
+        """Steps from `step` on are wrong, or may be."""
+        if self.suspect is None or step < self.suspect_from:
+            self.suspect_from, self.suspect = step, reason
+
+    def in_doubt(self, step: int) -> bool:
+        """Whether `step` must not be handed out."""
+        return self.suspect is not None and step >= self.suspect_from
+
+    def note_applied(self, step: int, confirmed: bool) -> None:
+        """`step` is about to be applied. Only the newest steps can still be pinned by somebody."""
+        if not confirmed:
+            self.unconfirmed.add(step)
+        for old in [known for known in self.unconfirmed if known < step - RECENT_STEPS]:
+            self.unconfirmed.discard(old)
 
     def snapshot(self, pin: Pin) -> Snapshot:
         """The pinned step as a Snapshot; its tensors are valid while the pin is held."""
@@ -105,7 +126,7 @@ class Job:
         """This job's part of `flowcheck status`."""
         tracker = self.tracker
         reason = self.suspect or self.frozen
-        ahead = max(self.job_step, tracker.ahead if tracker is not None else 0)
+        ahead = self.job_step
         return {
             "run": self.run,
             "epoch": self.epoch,

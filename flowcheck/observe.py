@@ -64,6 +64,9 @@ class _Status:
     def layout(self, run: str, epoch: int, layout: dict[str, Any]) -> None:
         """No job is followed here."""
 
+    def link(self, run: str, epoch: int, alive: bool) -> None:
+        """No job is followed here."""
+
     def open(self, run: str | None, step: int | None) -> NoReturn:
         raise NothingRestorable("this daemon only observes and holds no step: start one without --observe")
 

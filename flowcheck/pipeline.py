@@ -14,9 +14,14 @@ from flowcheck.description import GroupRecord, JobDescription
 from mirror.block import Block
 from mirror.frames import Flows
 from mirror.tcp import Spans, TcpReassembler
+from reconstruct import schedule
 from reconstruct.gloo import IGNORE, GlooDecoder, Group, Plan, Request
+from reconstruct.landing import Landing
 from reconstruct.lr import Predictor
 from reconstruct.steps import StepTracker, TrackerEvent, Waits
+
+MAX_PENDING = 3
+"""Steps handed out and not yet applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +58,40 @@ class Pipeline:
         self.decoder = GlooDecoder(self.flows, budget_bytes=limits.landings)
         self.decoder.planner = self._plan
         self.trackers: dict[str, StepTracker] = {}
+        self._limits = limits
         self._waits = waits
-        self._leaving: set[str] = set()
 
-    def add_job(self, key: str, description: JobDescription, predictor: Predictor) -> StepTracker:
-        """Follow a job from now on. key: unique among the jobs followed."""
+    def add_job(
+        self, key: str, description: JobDescription, predictor: Predictor, attached: int | None = None
+    ) -> StepTracker:
+        """Follow a job from now on. key: unique among the jobs followed; attached: see `StepTracker`.
+
+        Raises ValueError if its process group cannot be one or is followed already.
+        """
         record = description.group
         self.decoder.add_group(Group(key, record.world_size, record.contexts, connections(record)))
-        tracker = StepTracker(description, key, self.decoder, predictor, self._waits)
+        try:
+            tracker = StepTracker(description, key, self.decoder, predictor, self._waits, attached)
+        except ValueError:
+            self.decoder.remove_group(key)
+            raise
         self.trackers[key] = tracker
         return tracker
 
     def remove_job(self, key: str) -> None:
-        """Forget a job once the gradients of its claimed steps are applied."""
-        self._leaving.add(key)
-        self._remove_idle()
-
-    def _remove_idle(self) -> None:
-        for key in [key for key in self._leaving if not self.trackers[key].pending]:
-            self._leaving.discard(key)
+        """Forget a job. Gradients of steps that were handed out stay valid as long as somebody holds them."""
+        tracker = self.trackers.pop(key, None)
+        if tracker is not None:
+            tracker.detach()
             self.decoder.remove_group(key)
-            del self.trackers[key]
+
+    @property
+    def full(self) -> bool:
+        """Whether steps must be applied before more frames are read: the capture ring has to hold these."""
+        return any(
+            t.pending >= MAX_PENDING or (t.pending and (t.pending + 2) * t.step_bytes > self._limits.landings)
+            for t in self.trackers.values()
+        )
 
     def _plan(self, request: Request) -> Plan:
         tracker = self.trackers.get(request.group)
@@ -99,8 +117,6 @@ class Pipeline:
 
     def poll(self, now: int, final: bool = False) -> list[tuple[str, TrackerEvent]]:
         """What became known since the last call, as (job key, event)."""
-        if self._leaving:
-            self._remove_idle()
         return [(key, event) for key, t in self.trackers.items() for event in t.poll(now, final)]
 
     def counters(self) -> dict[str, int]:
@@ -109,8 +125,14 @@ class Pipeline:
 
     def warm_up(self) -> None:
         """Compile every kernel before the first frame arrives: a ring fills while a compiler runs."""
-        nothing = np.zeros(0, np.int64)
+        zero, size = np.zeros(1, np.int64), np.full(1, 64)
         pipeline = Pipeline(Limits(flows=64, reorder=1 << 20, landings=1 << 20), self._waits)
-        pipeline.feed(Block(np.zeros(1, np.uint8), nothing, nothing, nothing, nothing, nothing), 0)
+        pipeline.feed(Block(np.zeros(64, np.uint8), zero, size, size, zero, zero - 1), 0)
         pipeline.expire(0)
         pipeline.flush(0)
+        for kernel in (schedule.first_length, schedule.total, schedule.lengths):
+            kernel(64, 4, 2, 0)
+        schedule.message(64, 4, 2, 0, 0)
+        landing = Landing(64, 4, 2)
+        landing.put(0, np.zeros(4, np.uint8), 0, 0)
+        landing.holes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import click
 
@@ -12,9 +13,10 @@ from flowcheck.errors import NothingRestorable
 from flowcheck.snapshot import Snapshot
 
 Progress = Callable[[int, int], None]
+Step = int | Literal["latest"]
 
 
-def restore(source: str, out: Path, form: str, step: int | str, run: str | None) -> Snapshot:
+def restore(source: str, out: Path, form: str, step: Step, run: str | None) -> Snapshot:
     """Read step `step` (a number or "latest"), write it to `out` and return it; progress bars on a terminal.
 
     form: "torch" (one file for torch.load) or "dcp" (a folder for torch.distributed.checkpoint).
@@ -31,17 +33,13 @@ def restore(source: str, out: Path, form: str, step: int | str, run: str | None)
     return state
 
 
-def read(source: str, step: int | str, run: str | None, progress: Progress | None = None) -> Snapshot:
+def read(source: str, step: Step, run: str | None, progress: Progress | None = None) -> Snapshot:
     """The whole step from a daemon's endpoint or a store folder. Raises what `restore` does."""
-    if "://" in source:
-        from flowcheck import client
+    from flowcheck import client
 
-        return client.fetch(source, run, step, progress)
-    from flowcheck.store import Store
-
-    if not Path(source).is_dir():
+    if "://" not in source and not Path(source).is_dir():
         raise NothingRestorable(f"{source}: no such folder; give a store folder or an endpoint (tcp://, ipc://)")
-    return Store(source).load(run, step, progress=progress, skipped=lambda line: click.echo(f"skipped: {line}", err=True))
+    return client.snapshot(source, run, step, progress=progress)
 
 
 class _Bar:
@@ -49,7 +47,7 @@ class _Bar:
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._bar = None
+        self._bar: Any = None
         self._done = 0
 
     def __enter__(self) -> _Bar:

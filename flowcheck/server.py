@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from flowcheck import __version__, endpoints, protocol
 from flowcheck.errors import FlowcheckError
@@ -81,6 +82,11 @@ class Server:
         self._router.set(zmq.MAXMSGSIZE, protocol.MAX_FRAME)
         self._router.set(zmq.SNDHWM, 4 * protocol.WINDOW)
         self._router.set(zmq.RCVHWM, 4 * protocol.WINDOW)
+        # Who is gone: markers then may be lost. A peer's own heartbeats (flowcheck.connection) end a dead connection.
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._source = -1  # descriptor of the connection that the message being handled came on
+        self._links: dict[int, tuple[str, int]] = {}  # descriptor -> (run, epoch) whose markers come on it
+        self._gone: list[int] = []
         try:
             self.endpoints = [endpoints.bind(self._router, address) for address in addresses]
         except BaseException:
@@ -113,11 +119,14 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         try:
             while not self._stopping:
                 poller.poll(self._timeout())
                 self._finish_work()
-                self._receive()
+                self._collect_gone()
+                if self._receive():
+                    self._end_links()
                 self._serve_fetches()
                 self._expire(time.monotonic())
         finally:
@@ -130,6 +139,8 @@ class Server:
 
     def _release(self) -> None:
         if not self._router.closed:
+            self._router.disable_monitor()
+            self._monitor.close(0)
             self._router.close()
             self._context.term()
             os.close(self._wake)
@@ -140,15 +151,16 @@ class Server:
             return 0
         return int(RETRY_S * 1000) if waiting else 500
 
-    def _receive(self) -> None:
-        """Take what has arrived, a bounded number of messages, so that sends get their turn."""
+    def _receive(self) -> bool:
+        """Take what has arrived, a bounded number of messages, so that sends get their turn; whether that was all."""
         for _ in range(64):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return True
             self.counters["messages"] += 1
             identity = frames[0].bytes
+            self._source = _descriptor(frames[-1])
             try:
                 kind, fields, data = protocol.split([frame.buffer for frame in frames[1:]])
             except FlowcheckError as error:
@@ -162,6 +174,8 @@ class Server:
             except Exception as error:
                 log.exception("%s from a peer failed", kind)
                 self._fail(identity, kind, FlowcheckError(f"internal error in {kind}: {error}"))
+
+        return False
 
     def _malformed(self, identity: bytes, error: FlowcheckError) -> None:
         self.counters["malformed"] += 1
@@ -179,6 +193,7 @@ class Server:
     def _dispatch(self, identity: bytes, kind: str, fields: dict[str, Any], data: Any) -> None:
         if kind == "marker":
             self.counters["markers"] += 1
+            self._link(self._source, fields["run"], fields["epoch"])
             self._service.marker(fields["run"], fields["epoch"], fields["marker"])
         elif kind == "fetch-read":
             self._fetch(identity, fields["session"]).ask(
@@ -238,6 +253,7 @@ class Server:
         upload = self._upload(identity, number)
         session = upload.ready()
         upload.session = None  # from here on the second thread owns it
+        source = self._source
 
         def commit() -> dict[str, Any]:
             try:
@@ -249,7 +265,8 @@ class Server:
         def committed(ack: dict[str, Any]) -> None:
             if self._peer(identity).upload is upload:
                 self._peer(identity).upload = None
-            self._send(identity, "attach-ack", session=number, ack=ack)
+            if self._send(identity, "attach-ack", session=number, ack=ack):
+                self._link(source, ack["run"], ack["epoch"])
 
         self._later(identity, "attach-commit", commit, committed)
 
@@ -268,6 +285,27 @@ class Server:
         upload, peer.upload = peer.upload, None
         if upload.session is not None:
             upload.session.abort()
+
+    # Connections that markers come on
+
+    def _link(self, descriptor: int, run: str, epoch: int) -> None:
+        """The trainer of (run, epoch) is at the other end of a connection."""
+        if descriptor >= 0 and self._links.get(descriptor) != (run, epoch):
+            self._links = {fd: job for fd, job in self._links.items() if job != (run, epoch)}
+            self._links[descriptor] = (run, epoch)
+            self._service.link(run, epoch, True)
+
+    def _collect_gone(self) -> None:
+        while self._monitor.poll(0):
+            self._gone.append(int(recv_monitor_message(self._monitor)["value"]))
+
+    def _end_links(self) -> None:
+        """What ended connections carried has all been taken: now their trainers count as gone."""
+        gone, self._gone = self._gone, []
+        for descriptor in gone:
+            job = self._links.pop(descriptor, None)
+            if job is not None:
+                self._service.link(*job, False)
 
     # Fetch
 
@@ -403,3 +441,11 @@ class Server:
     def _number(self) -> int:
         self._numbers = self._numbers % (1 << 31) + 1
         return self._numbers
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """The descriptor of the connection that a received frame came on, -1 if libzmq does not tell."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1

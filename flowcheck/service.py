@@ -49,6 +49,9 @@ class Service(Protocol):
 
     def layout(self, run: str, epoch: int, layout: dict[str, Any]) -> None: ...
 
+    def link(self, run: str, epoch: int, alive: bool) -> None:
+        """The connection on which a job's markers come stands (again), or is gone."""
+
     def status(self) -> dict[str, Any]: ...
 
     def open(self, run: str | None, step: int | None) -> FetchSession: ...
@@ -67,5 +70,6 @@ def snapshot_header(snapshot: Snapshot) -> dict[str, Any]:
         "not_covered": list(snapshot.not_covered),
         "groups": [encode_value(group, f"groups[{i}]") for i, group in enumerate(snapshot.groups)],
         "scheduler": encode_value(snapshot.scheduler, "scheduler"),
+        "notes": list(snapshot.notes),
         "tensors": [[key, spec.to_json()] for key, (spec, _) in snapshot.tensors.items()],
     }

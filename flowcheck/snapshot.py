@@ -42,6 +42,8 @@ class Snapshot:
     arena: then it is valid only while the shadow's pin is held."""
     scheduler: dict[str, Any] | None = None
     """{"class", "state"} of the learning-rate scheduler as it stands for the next step; None if not known."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know who gets this step instead of a newer one; not stored."""
 
     @property
     def nbytes(self) -> int:

@@ -106,12 +106,20 @@ class StepMarker:
         problem = self._fields.problem or self.problem
         frame = (
             f'{self._head}{self.step},"sequence":{sequence},"version":{self._version},"groups":{groups},'
-            f'"canaries":[{canaries}],"problem":{"null" if problem is None else json.dumps(problem)}}}}}'
+            f'"canaries":[{canaries}],"problem":{"null" if problem is None else json.dumps(problem)},'
+            f'"rebuilt":{"true" if model._has_rebuilt_buckets else "false"}}}}}'
         )
         if self._connection.post(frame.encode()):
             self._unsent = False
         else:
             self.dropped += 1
+
+    def farewell(self) -> None:
+        """Say that the step before was the last one: reductions that follow belong to no step."""
+        self._connection.post(
+            f'{self._head}{self.step},"sequence":0,"version":{self._version},"groups":null,"canaries":[],'
+            f'"problem":null,"last":true}}}}'.encode()
+        )
 
     def _canaries(self, count: int) -> str:
         """`count` elements of as many parameters: [parameter, element, gradient bits, parameter bits] as JSON."""

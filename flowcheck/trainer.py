@@ -107,7 +107,7 @@ class Handle:
         if live.ddp.rebuilt_buckets is None:
             layout = _LayoutThread(connection.endpoint, self.run or "", self.epoch or 0, live.model)
             layout.start()
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), connection, layout)
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), connection, layout, marker)
 
     def _count(self, optimizer: Any) -> None:
         """The other ranks: count steps, send nothing."""
@@ -234,7 +234,7 @@ class _Attempt:
         scheduler = None if self._scheduler is None else scheduler_state(self._scheduler)
         group = self._group([contribution["sockets"] for contribution in contributions])
         description = self._live.description(self._run, self._step, group, scheduler)
-        self._connection = Connection(self._endpoint, send_queue=MARKER_QUEUE)
+        self._connection = Connection(self._endpoint, send_queue=MARKER_QUEUE, heartbeat=True)
         self._connection.request("ping", "pong", _attach_timeout())
         ack = upload(self._connection, description, self._live.tensors, UPLOAD_S)
         run, epoch = str(ack["run"]), int(ack["epoch"])
@@ -266,6 +266,9 @@ class _Attempt:
         if not handle.covered:
             self.abandon()
             return handle
+        # Every rank is here and no other collective of the group is under way. On the wire this barrier shows where the
+        # steps begin, also where point-to-point traffic has advanced c10d's number beyond the wire's.
+        torch.distributed.barrier(group=self._model.process_group)
         connection, live, marker = self._connection, self._live, self._marker
         if connection is None or live is None or marker is None:
             handle._count(self._optimizer)
@@ -303,7 +306,9 @@ class _LayoutThread:
             self._thread.join(LINGER_S)
 
     def _run(self) -> None:
-        while not self._stopped.wait(LAYOUT_POLL_S):
+        stopped = False
+        while not stopped:
+            stopped = self._stopped.wait(LAYOUT_POLL_S)  # and one last look: a short job may be over by now
             model = self._model()
             if model is None:
                 return
@@ -347,10 +352,11 @@ def _global_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-def _end(process: int, connection: Connection, layout: _LayoutThread | None) -> None:
+def _end(process: int, connection: Connection, layout: _LayoutThread | None, marker: StepMarker) -> None:
     """Let the last markers leave; runs on close, when the optimizer is gone, or at the interpreter's end."""
     if process != os.getpid():  # a forked child must leave its parent's sockets alone
         return
     if layout is not None:
         layout.stop()
+    marker.farewell()
     connection.close(linger=LINGER_S)

@@ -6,7 +6,7 @@ else, so a source may be a kernel ring, a mapped file or a helper's shared memor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,8 +63,10 @@ class Source(Protocol):
     """Where blocks come from. One thread at a time; blocks are released in any order."""
 
     name: str
-    problems: Iterable[str]
-    """One line per thing that went wrong with the interface or a file, newest last."""
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """One line per thing that went wrong with the interface or a file, newest last; old ones may be dropped."""
 
     def read(self, timeout: float) -> Block | None:
         """The next block; None when none came within `timeout` seconds, or ever will (`finished`)."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-__all__ = ["FlowTable", "Flows", "add", "find", "mix"]
+__all__ = ["FlowTable", "Flows", "add", "address_text", "address_words", "find", "mix"]
 
 _SAMPLE = 64
 _V4_PREFIX = 0xFFFF << 32
@@ -151,8 +151,8 @@ def add(table: FlowTable, h: int, a: int, b: int, c: int, d: int, e: int) -> tup
     return flow, recycled
 
 
-def _words(address: str) -> tuple[int, int]:
-    """Two signed 64-bit words of an address; IPv4 as IPv4-mapped IPv6."""
+def address_words(address: str) -> tuple[int, int]:
+    """Two signed 64-bit words of an address; IPv4 as IPv4-mapped IPv6. Raises ValueError for what is none."""
     ip = ipaddress.ip_address(address)
     number = int(ip) if ip.version == 6 else _V4_PREFIX | int(ip)
     return _signed(number >> 64), _signed(number & (1 << 64) - 1)
@@ -162,7 +162,8 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
-def _text(high: int, low: int) -> str:
+def address_text(high: int, low: int) -> str:
+    """The address of two words, IPv4-mapped ones as IPv4."""
     if high == 0 and low >> 32 == 0xFFFF:
         return str(ipaddress.IPv4Address(low & 0xFFFFFFFF))
     return str(ipaddress.IPv6Address((high & (1 << 64) - 1) << 64 | (low & (1 << 64) - 1)))
@@ -211,12 +212,12 @@ class Flows:
     def endpoint_src(self, flow: int) -> tuple[str, int]:
         """(address, port) that sends on this flow."""
         row = self.table.key[flow]
-        return _text(int(row[0]), int(row[1])), int(row[4]) >> 16 & 0xFFFF
+        return address_text(int(row[0]), int(row[1])), int(row[4]) >> 16 & 0xFFFF
 
     def endpoint_dst(self, flow: int) -> tuple[str, int]:
         """(address, port) that receives on this flow."""
         row = self.table.key[flow]
-        return _text(int(row[2]), int(row[3])), int(row[4]) & 0xFFFF
+        return address_text(int(row[2]), int(row[3])), int(row[4]) & 0xFFFF
 
     def vantage(self, flow: int) -> int:
         """Vantage group in which the flow was seen."""
@@ -224,8 +225,8 @@ class Flows:
 
     def lookup(self, vantage: int, src_ip: str, sport: int, dst_ip: str, dport: int) -> int:
         """Id of a flow, or -1 if it is not in the table. Raises ValueError for text that is no address."""
-        a, b = _words(src_ip)
-        c, d = _words(dst_ip)
+        a, b = address_words(src_ip)
+        c, d = address_words(dst_ip)
         e = vantage << 32 | sport << 16 | dport
         seed = int(self.table.meta[SEED])
         slots = self.table.slots

@@ -10,12 +10,15 @@ Rules where frames lie or are cut:
   `length` is what was on the wire, `present` what is here.
 * IPv4 total length 0, or IPv6 payload length 0 without a jumbogram option (RFC 2675), means segmentation offload or
   BIG TCP: the frame's own length counts.
-* IP fragments are refused: their bytes become a hole where the stream misses them.
+* What a switch cut off is told by an IP length beyond the frame, or beyond the tunnel packet around it: the wire length
+  of the frame shows nothing. It is counted apart from what the snaplen cut off.
+* IP fragments of TCP are refused: their bytes become a hole where the stream misses them. Those of tunnel packets are
+  put together (`mirror.fragments`); what comes of it is believed if the inner packet's TCP checksum or ICRC is right.
 
-The walk is a loop over (address, ethertype), so a tunnel header is one more case that moves the address on, sets the
-next ethertype and may change the vantage group.
+The walk is a loop: a tunnel header (`mirror.decap`) moves the address on, sets the next ethertype and the ends of
+what is present and of what was on the wire, and changes the vantage group (`mirror.vantage`).
 
-Sources: RFC 791, 8200, 9293; IEEE 802.1Q; www.tcpdump.org/linktypes.html.
+Sources: RFC 791, 8200, 9293; IEEE 802.1Q; docs/encapsulation.md.
 """
 
 from __future__ import annotations
@@ -26,26 +29,59 @@ import numpy as np
 from numba import njit
 
 from mirror.block import Block
+from mirror.decap import IPV4, IPV6, KINDS, MAX_TAGS, NO_TUNNEL, NOT_HERE, TTAG, gre, ttag, vxlan
 from mirror.flows import EPOCH, SEED, Flows, FlowTable, add, find, mix
+from mirror.fragments import Fragments, FragmentTable, checksum_fits, icrc_fits, renew, take
+from mirror.headers import LINKTYPES, ipv6_transport, link
 from mirror.memory import address_of, load_be16, load_be32, load_u8, prefetch
+from mirror.tunnels import (
+    CUT_FRAMES,
+    FRAMES_IN,
+    GROUP,
+    TOUCHED,
+    TUNNEL_SEED,
+    TunnelTable,
+    add_tunnel,
+    find_tunnel,
+    is_vxlan,
+)
+from mirror.vantage import Vantage
 
-__all__ = ["COUNTERS", "Flows", "Segments", "parse"]
+__all__ = ["COUNTERS", "Datagrams", "Flows", "Segments", "parse"]
 
 COUNTERS = (
     "frames", "tcp", "tcp_payload_bytes", "truncated", "vlan_tagged", "other_ip", "non_ip", "fragments",
-    "malformed", "cut_header", "flow_table_full", "unknown_linktype",
+    "malformed", "cut_header", "flow_table_full", "unknown_linktype", "roce",
+    "cut_by_switch", "outer_fragments", "outer_unproven", "unknown_tunnel", "too_deep", "tunnel_table_full", "ttag",
+    *(kind.replace("-", "_") for kind in KINDS[1:]),
 )
-(FRAMES, TCP, PAYLOAD, TRUNCATED, TAGGED, OTHER_IP, NON_IP, FRAGMENTS, MALFORMED, CUT, TABLE_FULL,
- LINKTYPE) = range(len(COUNTERS))
+(FRAMES, TCP, PAYLOAD, TRUNCATED, TAGGED, OTHER_IP, NON_IP, FRAGMENTS, MALFORMED, CUT, TABLE_FULL, LINKTYPE, ROCE,
+ CUT_BY_SWITCH, OUTER_FRAGMENTS, UNPROVEN, STRANGE_TUNNEL, TOO_DEEP, TUNNELS_FULL,
+ TTAGGED) = range(len(COUNTERS) - len(KINDS) + 1)
 
 FIN, SYN, RST, ACK = 0x01, 0x02, 0x04, 0x10
 RECYCLED = 0x1000  # not on the wire: the flow id was taken from another flow; what is known of it is void
 
-_ETHERNET, _NULL, _RAW, _SLL, _SLL2 = 1, 0, 101, 113, 276
-_IPV4, _IPV6 = 0x0800, 0x86DD
-_TCP = 6
-_MAX_TAGS, _MAX_EXTENSIONS = 4, 8
+_TCP, _UDP, _GRE = 6, 17, 47
+_ROCE_PORT = 4791  # destination port of RoCEv2 (IBTA annex A17); the source port is arbitrary
+_NO_DATAGRAMS = np.empty((0, 6), np.int64)
 _AHEAD = 8
+_STRANGE = 32
+_PLAIN, _JOINED = -1, -2
+_PLACES = ("ethertype", "inner ethertype", "gre protocol")
+
+
+@dataclass(slots=True, eq=False)
+class Datagrams:
+    """The UDP datagrams to the RoCEv2 port of one block, `n` rows in frame order; reused by the next `parse`.
+
+    Nothing of them is judged here but their frame: what they are is for `mirror.roce`.
+    """
+
+    n: int = 0
+    numbers: np.ndarray = field(default_factory=lambda: np.empty((0, 6), np.int64))
+    """int64[n, 6]: address of the IP header, of the UDP header, of the end of what is present, of the end of the
+    packet on the wire; capture time in ns; vantage group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,98 +99,56 @@ class Segments:
     wire, capture time in ns."""
     counters: np.ndarray = field(default_factory=lambda: np.zeros(len(COUNTERS), np.int64))
     """int64: cumulative, named by COUNTERS."""
+    datagrams: Datagrams | None = None
+    """Filled by the same walk where it is given; without it RoCE counts as "other_ip"."""
+
+    vantage: Vantage = field(default_factory=Vantage)
+    """Groups of interfaces and tunnels, and the tunnels seen."""
+    fragments: Fragments = field(default_factory=Fragments)
+    """Fragments of tunnel packets; the memory of those that were put together is reused by the next `parse`."""
+    strange: np.ndarray = field(default_factory=lambda: np.zeros((_STRANGE, 2), np.int64))
+    """int64[n, 2]: code (see `unknown`) and count of types that were not read."""
 
     def counts(self) -> dict[str, int]:
         """The counters by name."""
-        return dict(zip(COUNTERS, self.counters.tolist(), strict=True))
+        counts = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
+        return counts | self.fragments.counts() | {"tunnels_evicted": self.vantage.evicted}
+
+    def unknown(self, most: int = 8) -> list[tuple[str, int, int]]:
+        """(place, type, frames) of the types most often not read, most first: half of the traffic may hide there.
+
+        Place: "ethertype", "inner ethertype" (in a tunnel), "gre protocol". Type 0 is no type: a frame with a length
+        in its place. Rare types give way to new ones, which take over their count: counts are upper bounds.
+        """
+        rows = sorted(self.strange[self.strange[:, 1] > 0].tolist(), key=lambda row: -row[1])
+        return [(_PLACES[code >> 16], code & 0xFFFF, count) for code, count in rows[:most]]
 
 
 @njit(cache=True, nogil=True)
-def _link(address: int, end: int, linktype: int) -> tuple[int, int]:
-    """(ethertype, address after the link header); ethertype -1: cut, 0: not Ethernet-like IP."""
-    if linktype == _ETHERNET:
-        if end - address < 14:
-            return -1, address
-        return load_be16(address + 12), address + 14
-    if linktype == _SLL:
-        if end - address < 16:
-            return -1, address
-        return load_be16(address + 14), address + 16
-    if linktype == _SLL2:
-        if end - address < 20:
-            return -1, address
-        return load_be16(address), address + 20
-    if linktype == _NULL:
-        # An address family in the byte order of the capturing machine; AF_INET6 differs by system.
-        if end - address < 4:
-            return -1, address
-        address += 4
-    if end - address < 1:
-        return -1, address
-    version = load_u8(address) >> 4
-    if version == 4:
-        return _IPV4, address
-    if version == 6:
-        return _IPV6, address
-    return 0, address
-
-
-@njit(cache=True, nogil=True)
-def _ipv6_transport(address: int, end: int, limit: int) -> tuple[int, int, int]:
-    """Walk the extension headers: (next header, its address, end of the packet on the wire).
-
-    `limit` is that end as the fixed header tells it. Next header: -1 cut, -2 fragment, -3 malformed.
-    """
-    header = load_u8(address + 6)
-    position = address + 40
-    jumbo = load_be16(address + 4) == 0
-    for _ in range(_MAX_EXTENSIONS):
-        if header in (0, 43, 60, 135, 139, 140):
-            if end - position < 2:
-                return -1, position, limit
-            size = (load_u8(position + 1) + 1) * 8
-            if header == 0 and jumbo:
-                # A jumbogram option (type 194, length 4) of a hop-by-hop header: 32 bits of payload length.
-                option = position + 2
-                last = min(position + size, end)
-                while option < last:
-                    kind = load_u8(option)
-                    if kind == 0:
-                        option += 1
-                        continue
-                    if option + 2 > last:
-                        break
-                    if kind == 194 and load_u8(option + 1) == 4 and option + 6 <= last:
-                        limit = address + 40 + load_be32(option + 2)
-                        break
-                    option += 2 + load_u8(option + 1)
-        elif header == 51:
-            if end - position < 2:
-                return -1, position, limit
-            size = (load_u8(position + 1) + 2) * 4
-        elif header == 44:
-            if end - position < 8:
-                return -1, position, limit
-            if load_be16(position + 2) & 0xFFF9:
-                return -2, position, limit
-            size = 8
-        else:
-            return header, position, limit
-        header = load_u8(position)
-        position += size
-        if position > limit:
-            return -3, position, limit
-    return -3, position, limit
+def _note(strange: np.ndarray, code: int) -> None:
+    """Count a type that is not read; the rarest one gives way when the table is full."""
+    rarest = 0
+    for row in range(strange.shape[0]):
+        if strange[row, 1] == 0 or strange[row, 0] == code:
+            rarest = row
+            break
+        if strange[row, 1] < strange[rarest, 1]:
+            rarest = row
+    strange[rarest, 0] = code
+    strange[rarest, 1] += 1
 
 
 @njit(cache=True, nogil=True)
 def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen: np.ndarray, ts: np.ndarray,
            vlan: np.ndarray, vantage: int, linktype: int, table: FlowTable, flow_out: np.ndarray,
-           flags_out: np.ndarray, numbers: np.ndarray, counters: np.ndarray) -> int:
+           flags_out: np.ndarray, numbers: np.ndarray, counters: np.ndarray, datagrams: np.ndarray,
+           tunnels: TunnelTable, most: int, fragments: FragmentTable, strange: np.ndarray) -> tuple[int, int]:
     table.meta[EPOCH] += 1
     epoch, seed = table.meta[EPOCH], table.meta[SEED]
     slots, key, touched = table.slots, table.key, table.touched
-    rows = 0
+    known, ports, tunnel_seed = tunnels.rows, tunnels.ports, tunnels.meta[TUNNEL_SEED]
+    renew(fragments)
+    rows = roce = carried = 0
     for i in range(offset.size):
         if i + _AHEAD < offset.size:
             # Headers lie a whole frame apart, where no hardware prefetcher looks for them.
@@ -168,61 +162,152 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
         end = address + caplen[i]
         # The frame's end on the wire, in terms of addresses here: a tag that was moved out takes no room.
         wire_end = address + max(wirelen[i] - (4 if vlan[i] >= 0 else 0), caplen[i])
-        ethertype, position = _link(address, end, linktype)
+        ethertype, position = link(address, end, linktype)
         tagged = vlan[i] >= 0
-        for _ in range(_MAX_TAGS):
-            if ethertype not in (0x8100, 0x88A8, 0x9100, 0x9200):
+        group, tunnel, depth = vantage, -1, 0
+        reason = _PLAIN              # or _JOINED, or why there is no row: a counter
+        while True:
+            if ethertype != IPV4 and ethertype != IPV6:
+                for _ in range(MAX_TAGS):
+                    if ethertype in (0x8100, 0x88A8, 0x9100, 0x9200):
+                        tagged = True
+                        if end - position < 4:
+                            ethertype = -1
+                            break
+                        ethertype = load_be16(position + 2)
+                        position += 4
+                    elif ethertype == TTAG:
+                        ethertype, position = ttag(position, end, wire_end)
+                        if ethertype == TTAG:
+                            break
+                        counters[TTAGGED] += 1
+                    else:
+                        break
+            start = -1               # of a fragment in its datagram
+            if ethertype == IPV4:
+                if end - position < 20:
+                    reason = CUT
+                    break
+                first = load_u8(position)
+                header = (first & 15) * 4
+                total = load_be16(position + 2)
+                if first >> 4 != 4 or header < 20 or (total != 0 and total < header):
+                    reason = MALFORMED
+                    break
+                limit = wire_end if total == 0 else position + total
+                protocol = load_u8(position + 9)
+                a = 0
+                b = 0xFFFF00000000 | load_be32(position + 12)
+                c = 0
+                d = 0xFFFF00000000 | load_be32(position + 16)
+                transport = position + header
+                place = load_be16(position + 6)
+                if place & 0x3FFF:
+                    start, more, identification = (place & 0x1FFF) * 8, place & 0x2000 != 0, load_be16(position + 4)
+            elif ethertype == IPV6:
+                if end - position < 40:
+                    reason = CUT
+                    break
+                total = load_be16(position + 4)
+                if load_u8(position) >> 4 != 6:
+                    reason = MALFORMED
+                    break
+                limit = wire_end if total == 0 else position + 40 + total
+                protocol, transport, limit = ipv6_transport(position, end, limit)
+                a = load_be32(position + 8) << 32 | load_be32(position + 12)
+                b = load_be32(position + 16) << 32 | load_be32(position + 20)
+                c = load_be32(position + 24) << 32 | load_be32(position + 28)
+                d = load_be32(position + 32) << 32 | load_be32(position + 36)
+                if protocol == -2:
+                    place = load_be16(transport + 2)
+                    start, more, identification = place & 0xFFF8, place & 1 != 0, load_be32(transport + 4)
+                    protocol = load_u8(transport)
+                    transport += 8
+                elif protocol < 0:
+                    reason = CUT if protocol == -1 else MALFORMED
+                    break
+            else:
+                reason = CUT if ethertype == -1 else NON_IP
+                if reason == NON_IP:
+                    _note(strange, (depth > 0) << 16 | (ethertype if ethertype >= 0x600 else 0))
                 break
-            tagged = True
-            if end - position < 4:
-                ethertype = -1
+
+            if start >= 0:
+                if protocol != _GRE and protocol != _UDP:
+                    reason = FRAGMENTS
+                    break
+                length = limit - transport
+                target = 0
+                if end - transport >= length:
+                    target, length = take(fragments, a, b, c, d, group << 8 | protocol, identification, start, length,
+                                          more, transport, ts[i])
+                elif limit > wire_end:
+                    counters[CUT_BY_SWITCH] += 1
+                if target == 0:
+                    reason = OUTER_FRAGMENTS
+                    break
+                counters[OUTER_FRAGMENTS] += 1
+                reason = _JOINED
+                transport = target
+                end = wire_end = limit = target + length
+            if protocol == _TCP:
                 break
-            ethertype = load_be16(position + 2)
-            position += 4
+            if protocol == _GRE:
+                kind, inner, payload, identifier = gre(transport, min(end, limit), wire_end)
+            elif protocol == _UDP and end - transport >= 4 and is_vxlan(ports, load_be16(transport + 2)):
+                kind, inner, payload, identifier = vxlan(transport, min(end, limit))
+            else:
+                break
+            if kind <= NO_TUNNEL:
+                reason = STRANGE_TUNNEL
+                if kind == NOT_HERE:
+                    reason = CUT if limit > end else MALFORMED
+                elif protocol == _GRE:
+                    _note(strange, 2 << 16 | inner)
+                break
+            if depth == most:
+                reason = TOO_DEEP
+                break
+            tunnel = find_tunnel(known, tunnel_seed, a, b, c, d, kind, identifier, group)
+            if tunnel < 0:
+                tunnel = add_tunnel(tunnels, a, b, c, d, kind, identifier, group, epoch)
+                if tunnel < 0:
+                    reason = TUNNELS_FULL
+                    break
+            known[tunnel, FRAMES_IN] += 1
+            known[tunnel, TOUCHED] = epoch
+            counters[TTAGGED + kind] += 1
+            depth += 1
+            group = known[tunnel, GROUP]
+            ethertype, position = inner, payload
+            end, wire_end = min(end, limit), min(wire_end, limit)
         if tagged:
             counters[TAGGED] += 1
-
-        if ethertype == _IPV4:
-            if end - position < 20:
-                counters[CUT] += 1
+        if reason != _PLAIN:
+            if reason == _JOINED and protocol == _TCP and (
+                    end < limit or not checksum_fits(a, b, c, d, _TCP, transport, limit - transport)):
+                reason = UNPROVEN
+            if reason >= 0:
+                counters[reason] += 1
                 continue
-            first = load_u8(position)
-            header = (first & 15) * 4
-            total = load_be16(position + 2)
-            if first >> 4 != 4 or header < 20 or (total != 0 and total < header):
-                counters[MALFORMED] += 1
+        if protocol != _TCP and limit > wire_end:
+            counters[CUT_BY_SWITCH] += 1
+            if tunnel >= 0:
+                known[tunnel, CUT_FRAMES] += 1
+        if protocol == _UDP and datagrams.shape[0] and end - transport >= 8 and (
+                load_be16(transport + 2) == _ROCE_PORT):
+            if reason == _JOINED and not icrc_fits(position, transport, min(end, limit)):
+                counters[UNPROVEN] += 1
                 continue
-            if load_be16(position + 6) & 0x3FFF:
-                counters[FRAGMENTS] += 1
-                continue
-            limit = wire_end if total == 0 else position + total
-            protocol = load_u8(position + 9)
-            a = 0
-            b = 0xFFFF00000000 | load_be32(position + 12)
-            c = 0
-            d = 0xFFFF00000000 | load_be32(position + 16)
-            transport = position + header
-        elif ethertype == _IPV6:
-            if end - position < 40:
-                counters[CUT] += 1
-                continue
-            total = load_be16(position + 4)
-            if load_u8(position) >> 4 != 6:
-                counters[MALFORMED] += 1
-                continue
-            limit = wire_end if total == 0 else position + 40 + total
-            protocol, transport, limit = _ipv6_transport(position, end, limit)
-            if protocol < 0:
-                counters[CUT if protocol == -1 else FRAGMENTS if protocol == -2 else MALFORMED] += 1
-                continue
-            a = load_be32(position + 8) << 32 | load_be32(position + 12)
-            b = load_be32(position + 16) << 32 | load_be32(position + 20)
-            c = load_be32(position + 24) << 32 | load_be32(position + 28)
-            d = load_be32(position + 32) << 32 | load_be32(position + 36)
-        else:
-            counters[CUT if ethertype == -1 else NON_IP] += 1
+            counters[ROCE] += 1
+            datagrams[roce, 0] = position
+            datagrams[roce, 1] = transport
+            datagrams[roce, 2] = end
+            datagrams[roce, 3] = limit
+            datagrams[roce, 4] = ts[i]
+            datagrams[roce, 5] = group
+            roce += 1
             continue
-
         if protocol != _TCP:
             counters[OTHER_IP] += 1
             continue
@@ -236,7 +321,7 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
         if header < 20 or length < 0:
             counters[MALFORMED] += 1
             continue
-        e = vantage << 32 | load_be32(transport)
+        e = group << 32 | load_be32(transport)
         h = mix(seed, a, b, c, d, e)
         flow = slots[find(slots, key, h, a, b, c, d, e)]
         recycled = False
@@ -248,10 +333,13 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
                 counters[TABLE_FULL] += 1
                 continue
         present = min(max(end - payload, 0), length)
-        counters[TCP] += 1
-        counters[PAYLOAD] += length
+        carried += length
         if present < length:
             counters[TRUNCATED] += 1
+            if limit > wire_end:
+                counters[CUT_BY_SWITCH] += 1
+                if tunnel >= 0:
+                    known[tunnel, CUT_FRAMES] += 1
         flow_out[rows] = flow
         flags_out[rows] = load_u8(transport + 13) | (RECYCLED if recycled else 0)
         numbers[rows, 0] = load_be32(transport + 4)
@@ -261,7 +349,9 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
         numbers[rows, 4] = length
         numbers[rows, 5] = ts[i]
         rows += 1
-    return rows
+    counters[TCP] += rows
+    counters[PAYLOAD] += carried
+    return rows, roce
 
 
 def parse(block: Block, flows: Flows, segments: Segments) -> int:
@@ -275,12 +365,21 @@ def parse(block: Block, flows: Flows, segments: Segments) -> int:
         segments.flow = np.empty(segments.capacity, np.int32)
         segments.flags = np.empty(segments.capacity, np.int32)
         segments.numbers = np.empty((segments.capacity, 6), np.int64)
+    datagrams = segments.datagrams
+    if datagrams is not None:
+        datagrams.n = 0
+        if n > datagrams.numbers.shape[0]:
+            datagrams.numbers = np.empty((segments.capacity, 6), np.int64)
     segments.counters[FRAMES] += n
     segments.n = 0
-    if block.linktype not in (_ETHERNET, _NULL, _RAW, _SLL, _SLL2):
+    if block.linktype not in LINKTYPES:
         segments.counters[LINKTYPE] += n
     elif n:
-        segments.n = _parse(address_of(block.base), block.base.size, block.offset, block.caplen, block.wirelen,
-                            block.ts, block.vlan, block.vantage, block.linktype, flows.table, segments.flow,
-                            segments.flags, segments.numbers, segments.counters)
+        segments.n, roce = _parse(address_of(block.base), block.base.size, block.offset, block.caplen, block.wirelen,
+                                  block.ts, block.vlan, block.vantage, block.linktype, flows.table, segments.flow,
+                                  segments.flags, segments.numbers, segments.counters,
+                                  _NO_DATAGRAMS if datagrams is None else datagrams.numbers, segments.vantage.table,
+                                  segments.vantage.depth, segments.fragments.table, segments.strange)
+        if datagrams is not None:
+            datagrams.n = roce
     return segments.n

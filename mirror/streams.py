@@ -13,7 +13,7 @@ from mirror.flows import Flows
 from mirror.memory import load_u8
 from mirror.spans import CLOSE, CONFLICT, DATA, DUPLICATE, HOLE, OPEN, Spans
 
-__all__ = ["Stream", "StreamRecorder"]
+__all__ = ["Stream", "StreamRecorder", "runs", "up_to"]
 
 _MISSING, _PRESENT, _DIFFERS = 0, 1, 2
 
@@ -40,7 +40,7 @@ class Stream:
     @property
     def data(self) -> bytes:
         """The stream; missing bytes are zero, conflicting ones the first copy."""
-        return _up_to(self._bytes, self.length).tobytes()
+        return up_to(self._bytes, self.length).tobytes()
 
     @property
     def present(self) -> int:
@@ -50,17 +50,17 @@ class Stream:
     @property
     def holes(self) -> list[tuple[int, int]]:
         """(offset, length) of every range that is missing, joined and in order."""
-        return _runs(_up_to(self._marks, self.length) == _MISSING)
+        return runs(up_to(self._marks, self.length) == _MISSING)
 
     @property
     def conflicts(self) -> list[tuple[int, int]]:
         """(offset, length) of every range of which two copies differ, joined and in order."""
-        return _runs(_up_to(self._marks, self.length) == _DIFFERS)
+        return runs(up_to(self._marks, self.length) == _DIFFERS)
 
     @property
     def complete(self) -> bool:
         """Nothing is missing and nothing is in conflict between the first and the last byte known."""
-        return bool((_up_to(self._marks, self.length) == _PRESENT).all())
+        return bool((up_to(self._marks, self.length) == _PRESENT).all())
 
     @property
     def sha256(self) -> str:
@@ -87,12 +87,13 @@ def _take(kind: np.ndarray, offset: np.ndarray, addr: np.ndarray, length: np.nda
                 marks[j] = _DIFFERS
 
 
-def _up_to(array: np.ndarray, length: int) -> np.ndarray:
+def up_to(array: np.ndarray, length: int) -> np.ndarray:
     """The first `length` entries, zero beyond what is kept."""
     return array[:length] if length <= array.size else np.pad(array, (0, length - array.size))
 
 
-def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+def runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """(start, length) of every run of true values."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.view(np.int8), [0]))))
     return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 

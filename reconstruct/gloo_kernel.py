@@ -244,7 +244,30 @@ def run(state: State, n: int, flows: np.ndarray, kinds: np.ndarray, offsets: np.
     cursor[C_LANE] is the lane (NEW_FLOW, FOUND: the flow) that the reason is about.
     """
     cursor = state.cursor
+    lanes, lane_of = state.lanes, state.lane
     while cursor[g.C_SPAN] < n:
+        # Most spans lie inside a payload: no views of rows here, each would cost atomic reference counts.
+        i = cursor[g.C_SPAN]
+        at = lane_of[flows[i]]
+        if kinds[i] == DATA and at >= 0 and cursor[g.C_AT] == 0 and lanes[at, g.MODE] == g.PAYLOAD:
+            taken = counts[i]
+            if lanes[at, g.REMAIN] > taken and lanes[at, g.POSITION] == offsets[i]:
+                ready = True
+                if lanes[at, g.DEST_KIND] == g.TO_LANDING:
+                    words = meta_words(lanes[at, g.DEST])
+                    ready = not needs_node(words) and cursor[g.C_LOG] <= g.LOG_ROWS - _LOG_MARGIN
+                    if ready:
+                        place(state, at, lanes[at, g.DEST],
+                              lanes[at, g.DEST_OFFSET] + lanes[at, g.LENGTH] - lanes[at, g.REMAIN],
+                              addresses[i], taken, lanes[at, g.SENDER], times[i])
+                elif lanes[at, g.DEST_KIND] == g.TO_MEMORY:
+                    ready = False
+                if ready:
+                    lanes[at, g.LAST_TS] = max(lanes[at, g.LAST_TS], times[i])
+                    lanes[at, g.REMAIN] -= taken
+                    lanes[at, g.POSITION] += taken
+                    cursor[g.C_SPAN] = i + 1
+                    continue
         if cursor[g.C_LOG] > g.LOG_ROWS - 2 * g.RECENT - _LOG_MARGIN:
             return g.DRAIN
         i = cursor[g.C_SPAN]

@@ -239,6 +239,7 @@ class Reports:
             link.put(landing, every)
             if every and entry is not None and entry[g.PLAN] == g.KEPT:
                 entry[g.PLAN], entry[g.PRIVATE], entry[g.META] = g.DONE, 0, landing.address
+                slot_completed(self._lanes.state.lanes[lane], entry)
         self.told(landing, was_complete)
         return landing
 

@@ -65,7 +65,7 @@ class Layouts:
         return None
 
     def at(self, tag: int, passes: int) -> Layout | None:
-        """The layout of a reduction with `tag` of which at most `passes` can be over; None while that is not certain."""
+        """The layout of a reduction with `tag` after at most `passes` whole ones; None while not certain."""
         if self.rebuilt is not None and self.first_tag is not None:
             return self.rebuilt if tag >= self.first_tag else self.initial
         return self.initial if passes < self.first_passes and not self._pending else None
@@ -73,8 +73,8 @@ class Layouts:
     def of_step(self, rebuilt: bool | None, steps: int, more: bool) -> tuple[Layout, int] | None:
         """(layout of a step's reduction, first tag that it can have), None while it is not known.
 
-        rebuilt: what the step's marker says; steps: steps claimed since the attach; more: whether the step's window
-        holds reductions behind the layout broadcasts.
+        rebuilt: what the step's marker says, None without one; steps: steps claimed since the attach; more: whether
+        the step's own window holds reductions behind the layout broadcasts.
         """
         if rebuilt is None:
             early = steps < self.first_passes
@@ -87,6 +87,19 @@ class Layouts:
         if not rebuilt:
             return self.initial, 0
         return None if self.rebuilt is None else (self.rebuilt, self.first_tag or 0)
+
+    def of_steps(self, steps: int, count: int, start: int) -> list[tuple[Layout, int, int]] | None:
+        """The layouts of `count` steps after the first `steps`, if each is one reduction: (layout, first tag, steps).
+
+        start: first tag that no earlier step has used. None while they are not known.
+        """
+        first = 0 if self.first_tag is not None and start >= self.first_tag else max(0, self.first_passes - steps)
+        parts = [(self.initial, 0, min(count, first))]
+        if count > first:
+            if self.rebuilt is None:
+                return None
+            parts.append((self.rebuilt, self.first_tag or 0, count - first))
+        return [part for part in parts if part[2]]
 
     def settled(self, steps: int, start: int) -> None:
         """`steps` steps are claimed since the attach, and `start` is the first collective after them."""

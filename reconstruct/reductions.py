@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reconstruct import schedule
-from reconstruct.buckets import Layout
+from reconstruct.buckets import Bucket, Layout
 from reconstruct.gloo import IGNORE, RAW, AllReduce, GlooDecoder, Plan, Request
 from reconstruct.landing import Landing
 
@@ -54,12 +54,8 @@ class Reductions:
             return IGNORE
         reduction = self.held.setdefault(tag, Reduction(request.time))
         reduction.time = min(reduction.time, request.time)
-        if reduction.size is None and request.proven and current is not None:
-            sizes = {
-                (b.nbytes, b.itemsize)
-                for b in current.buckets
-                if schedule.first_length(b.nbytes, b.itemsize, self._world, request.sender) == request.length
-            }
+        if reduction.size is None and current is not None:
+            sizes = {(b.nbytes, b.itemsize) for b in current.buckets if self._can_send(b, request)}
             if not sizes:
                 self.exclude(tag)
                 return IGNORE
@@ -69,6 +65,14 @@ class Reductions:
             return AllReduce(reduction.size, reduction.itemsize)
         reduction.raw = True
         return RAW
+
+    def _can_send(self, bucket: Bucket, request: Request) -> bool:
+        """Whether the first message that was seen on a link can be one of the bucket's. After a gap it may be any."""
+        size = bucket.nbytes, bucket.itemsize, self._world
+        if request.proven:
+            return bool(schedule.first_length(*size, request.sender) == request.length)
+        segment = schedule.ring(*size)[3]
+        return request.length in (segment, bucket.nbytes % segment or segment)
 
     def exclude(self, tag: int) -> None:
         """The all-reduce is proven to be no bucket."""

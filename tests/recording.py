@@ -65,6 +65,7 @@ class Recording:
         self.committed: list[Upload] = []
         self.markers: list[tuple[str, int, dict[str, Any]]] = []
         self.layouts: list[tuple[str, int, dict[str, Any]]] = []
+        self.links: list[tuple[str, int, bool]] = []
         self.readings: list[Reading] = []
         self.snapshot: Snapshot | None = None
         self.revoked = False
@@ -83,6 +84,9 @@ class Recording:
 
     def layout(self, run: str, epoch: int, layout: dict[str, Any]) -> None:
         self.layouts.append((run, epoch, layout))
+
+    def link(self, run: str, epoch: int, alive: bool) -> None:
+        self.links.append((run, epoch, alive))
 
     def status(self) -> dict[str, Any]:
         return {"markers": len(self.markers)}

@@ -8,25 +8,30 @@ from pathlib import Path
 
 import numpy as np
 
-from flowcheck import jobfile
+from flowcheck import jobfile, trainer_log
+from flowcheck.description import JobDescription
 from flowcheck.pipeline import Limits, Pipeline
+from flowcheck.trainer_log import TrainerLog
 from mirror.block import Block
 from mirror.capfile import CaptureFileSource
 from reconstruct.lr import Predictor
-from reconstruct.markers import parse_marker
 from reconstruct.shadow import Shadow
-from reconstruct.steps import StepLost, StepReady, Waits
+from reconstruct.steps import Notice, StepConfirmed, StepLost, StepReady, StepTracker, Waits
 
 Frame = tuple[int, bytes]
 
 
-@dataclass
+@dataclass(repr=False)
 class Recording:
-    """A recorded job: its frames by time, its job file, its markers with their times of arrival."""
+    """A recorded job: its frames by time, its job file, what its trainers said, its trainers' own digests by step."""
 
     frames: list[Frame]
     job: Path
-    markers: list[tuple[int, dict[str, object]]] = field(default_factory=list)
+    said: TrainerLog
+    truth: dict[int, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<recording of {len(self.frames)} frames>"
 
     @classmethod
     def load(cls, capture: Path, job: Path) -> Recording:
@@ -40,22 +45,29 @@ class Recording:
                 frames.append((ts, block.base[at : at + size].tobytes()))
             source.release(block)
         source.close()
-        markers = []
-        for record in jobfile.read_markers(job.with_name(jobfile.MARKERS_FILE)):
-            arrived = record.pop("time")
-            markers.append((arrived, record))
-        return cls(frames, job, markers)
+        return cls(frames, job, trainer_log.read(job.with_name(jobfile.MARKERS_FILE)))
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
-    """What a replay gave: digest per step, the loss if there was one, and the landed gradients' bytes by step."""
+    """What a replay gave.
+
+    digests: by step; landed: by tag, the bytes of every all-reduce that was whole; partly: by tag, (covered mask,
+    bytes) of the last sight of it.
+    """
 
     digests: dict[int, str] = field(default_factory=dict)
     lost: StepLost | None = None
+    notices: list[str] = field(default_factory=list)
     gradients: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    landed: dict[int, bytes] = field(default_factory=dict)
+    partly: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     confirmed: set[int] = field(default_factory=set)
+    tracker: StepTracker | None = None
+
+    def __repr__(self) -> str:
+        return f"<steps {list(self.digests)}, lost: {self.lost}>"
 
 
 def block_of(frames: list[Frame]) -> Block:
@@ -66,50 +78,84 @@ def block_of(frames: list[Frame]) -> Block:
     return Block(base, offset, sizes, sizes, ts, np.full(len(frames), -1, np.int64))
 
 
+class Player:
+    """A pipeline and a shadow that follow one job; frames and what the trainers say are given one after the other."""
+
+    def __init__(self, job: Path, attached: int | None, waits: Waits | None = None) -> None:
+        self.description, tensors = jobfile.read(job)
+        self.shadow = Shadow(self.description)
+        for key, (_, data) in tensors.items():
+            self.shadow.load(key, 0, data)
+        self.pipeline = Pipeline(Limits(flows=1 << 10, reorder=16 << 20, landings=1 << 30), waits or Waits())
+        self.tracker = self.pipeline.add_job("job", self.description, Predictor(self.description), attached)
+        self.result = Result(tracker=self.tracker)
+        self.now = 0
+
+    def feed(self, frames: list[Frame]) -> None:
+        self.now = max(self.now, max(t for t, _ in frames))
+        self.pipeline.feed(block_of(frames), self.now)
+
+    def poll(self, final: bool = False) -> None:
+        result = self.result
+        self._look()
+        events = self.pipeline.poll(self.now, final)
+        self._look()  # also at what was kept raw until now
+        for _, event in events:
+            if isinstance(event, StepReady):
+                result.gradients[event.step] = {i: g.tobytes() for i, g in event.gradients.items()}
+                self.shadow.apply(event.step, event.gradients, [dict(group) for group in event.groups])
+                result.digests[event.step] = self.shadow.digest()
+                if event.confirmed:
+                    result.confirmed.add(event.step)
+                self.tracker.applied(event.step)
+            elif isinstance(event, StepConfirmed):
+                result.confirmed.add(event.step)
+            elif isinstance(event, StepLost):
+                result.lost = event
+            elif isinstance(event, Notice):
+                result.notices.append(event.text)
+
+    def _look(self) -> None:
+        for (_, tag), landing in self.pipeline.decoder._held.landings.items():
+            if landing.complete:
+                self.result.landed.setdefault(tag, landing.data.tobytes())
+            mask = np.ones(landing.size, bool)
+            for offset, length in landing.holes():
+                mask[offset : offset + length] = False
+            self.result.partly[tag] = (mask, landing.data.copy())
+
+    def finish(self) -> Result:
+        self.pipeline.flush(self.now)
+        self.poll(final=True)
+        self.result.counters = self.pipeline.counters()
+        return self.result
+
+
 def replay(
     recording: Recording,
     change: Callable[[list[Frame]], list[Frame]] = lambda frames: frames,
     *,
     per_block: int = 64,
-    with_markers: bool = True,
-    watch: Callable[[Pipeline], None] = lambda pipeline: None,
+    said: TrainerLog | None = None,
+    waits: Waits | None = None,
 ) -> Result:
     """Run the recording through a fresh pipeline and shadow; `change` sees all frames at once."""
-    description, tensors = jobfile.read(recording.job)
-    shadow = Shadow(description)
-    for key, (_, data) in tensors.items():
-        shadow.load(key, 0, data)
-    pipeline = Pipeline(Limits(flows=1 << 10, reorder=16 << 20, landings=1 << 30), Waits(marker=1 << 62))
-    tracker = pipeline.add_job("job", description, Predictor(description))
-    result = Result()
-    markers = list(recording.markers) if with_markers else []
-
-    def take(now: int, final: bool = False) -> None:
-        while markers and (markers[0][0] <= now or final):
-            arrived, record = markers.pop(0)
-            tracker.marker(parse_marker(record), arrived)
-        for _, event in pipeline.poll(now, final):
-            if isinstance(event, StepReady):
-                result.gradients[event.step] = {i: g.tobytes() for i, g in event.gradients.items()}
-                shadow.apply(event.step, event.gradients, [dict(group) for group in event.groups])
-                result.digests[event.step] = shadow.digest()
-                if event.confirmed:
-                    result.confirmed.add(event.step)
-                tracker.applied(event.step)
-            elif isinstance(event, StepLost):
-                result.lost = event
-
-    now = 0
+    said = recording.said if said is None else said
+    player = Player(recording.job, said.attached, waits)
+    words = list(said.words)
     for chunk in chunks(change(list(recording.frames)), per_block):
-        now = max(now, max(t for t, _ in chunk))
-        pipeline.feed(block_of(chunk), now)
-        take(now)
-        watch(pipeline)
-    pipeline.flush(now)
-    take(now, final=True)
-    watch(pipeline)
-    result.counters = pipeline.counters()
-    return result
+        player.feed(chunk)
+        while words and words[0][0] <= player.now:
+            words.pop(0)[1](player.tracker)
+        player.poll()
+    for time, word in words:
+        player.now = max(player.now, time)
+        word(player.tracker)
+    return player.finish()
+
+
+def described(recording: Recording) -> JobDescription:
+    return jobfile.describe(recording.job)
 
 
 def chunks(frames: list[Frame], size: int) -> Iterable[list[Frame]]:

@@ -43,8 +43,9 @@ def test_the_pipeline_benchmark_measures_the_whole_payload(quick: dict[str, Any]
     (shape,) = pipeline.QUICK
     (result,) = quick["results"]
     reduced = 4 * shape.layers * (shape.width + 1) * shape.width * (shape.steps - pipeline.WARM_STEPS)
-    # Two ranks: half of the payload is partial sums. Blocks that straddle the start of the clock are left out.
-    assert 0.9 * reduced < result["placed"] <= reduced
+    # Two ranks: half of the payload is partial sums. Bytes that TCP sent again count twice; those that came before the
+    # marker of the last step without a clock do not count.
+    assert 0.6 < result["placed"] / reduced < 1.1
     assert 0.9 < result["payload"] / (2 * result["placed"]) < 1.1
     assert 1400 < result["frame_bytes"] <= 1514
     assert result["frames"] > 20_000
@@ -70,9 +71,9 @@ def test_no_python_per_packet_from_frames_to_steps(quick: dict[str, Any], record
     each = (calls[1 << 18] - calls[1 << 22]) / (blocks[1 << 18] - blocks[1 << 22])
     rest = calls[1 << 22] - each * blocks[1 << 22]
     assert frames > 20_000
-    assert each < 300, f"{each:.0f} calls per block"
-    assert rest < 0.2 * frames, f"{rest:.0f} calls beyond those per block for {frames} frames"
-    assert calls[1 << 20] / frames * 1000 < 500
+    assert each < 200, f"{each:.0f} calls per block"
+    assert rest < 0.1 * frames, f"{rest:.0f} calls beyond those per block for {frames} frames"
+    assert calls[1 << 20] / frames * 1000 < 400
 
 
 def test_a_recording_that_lacks_frames_is_not_measured(quick: dict[str, Any], recordings: Path) -> None:
@@ -91,5 +92,5 @@ def test_the_overhead_benchmark_runs_every_mode() -> None:
         assert len(mode["times"]) == 3 and min(mode["times"]) > 0
     assert len(found["hook"]) == 3
     assert min(wall for wall, _ in found["hook_alone"]) < 1e-3
-    text = overhead.report(found["rounds"], found["hook"], found["hook_alone"])
+    text = overhead.report(found["rounds"], found["cpu"], found["hook"], found["hook_alone"])
     assert all(mode in text for mode in overhead.MODES)

@@ -24,7 +24,7 @@ from tcp_frames import START, block_of, tcp_frame
 
 from mirror.block import Block
 from mirror.flows import EPOCH, SEED, Flows, add, find, mix
-from mirror.flows import _words as words_of
+from mirror.flows import address_words as words_of
 from mirror.frames import Segments, parse
 
 PAYLOAD = bytes(range(256)) * 2
@@ -32,6 +32,13 @@ V4 = IP(src="10.0.0.1", dst="10.0.0.2")
 V6 = IPv6(src="fd00::1", dst="fd00::2")
 SEGMENT = TCP(sport=1234, dport=80, seq=0xFFFFFFF0, ack=7, flags="PA", options=[("Timestamp", (1, 2))])
 ETHER = Ether(src="02:00:00:00:00:01", dst="02:00:00:00:00:02")
+
+SWITCH = IP(src="10.9.0.1", dst="10.9.0.2", proto=47)
+ERSPAN1 = bytes.fromhex("000088be")
+ERSPAN2 = bytes.fromhex("b00088be 12340000 00000007 00000001 10070005 00000001")
+ERSPAN3 = bytes.fromhex("100022eb 00000001 20070005 01020304 00000007 0c00000001020304")
+ERSPAN3_IP = bytes.fromhex("000022eb 20070005 01020304 00000806")
+VXLAN = IP(src="10.8.0.1", dst="10.8.0.2", proto=17) / Raw(bytes.fromhex("c35012b5 00000000 08000000 00004d00"))
 
 
 def parsed(block: Block) -> tuple[list[tuple[int, int, int, bytes, int, int]], Segments, Flows]:
@@ -61,6 +68,15 @@ STACKS = {
     "null big-endian": (0, Raw(struct.pack(">I", 2)) / V4),
     "raw ipv4": (101, V4),
     "raw ipv6": (101, V6),
+    "erspan 1": (1, ETHER / SWITCH / Raw(ERSPAN1) / ETHER / V4),
+    "erspan 2 over ipv6 with a key and a checksum": (1, ETHER / IPv6(nh=47) / Raw(ERSPAN2) / ETHER / V6),
+    "erspan 3 with subheader, 802.1Q": (1, ETHER / SWITCH / Raw(ERSPAN3) / ETHER / Dot1Q(vlan=0) / V4),
+    "erspan 3 of an ip packet": (1, ETHER / SWITCH / Raw(ERSPAN3_IP) / V6),
+    "gre-teb": (1, ETHER / SWITCH / Raw(b"\0\0\x65\x58") / ETHER / V4),
+    "gre": (1, ETHER / SWITCH / Raw(b"\0\0\x86\xdd") / V6),
+    "mellanox": (1, ETHER / SWITCH / Raw(b"\0\0\x89\x49" + bytes(22)) / ETHER / V4),
+    "vxlan in erspan 1": (1, ETHER / SWITCH / Raw(ERSPAN1) / ETHER / VXLAN / ETHER / V6),
+    "cisco time": (1, ETHER / SWITCH / Raw(ERSPAN1) / Raw(bytes(12) + b"\x89\x88" + bytes(6) + b"\x08\0") / V4),
     "SLL": (113, CookedLinux() / V4),
     "SLL2": (276, CookedLinuxV2() / V6),
 }
@@ -177,7 +193,8 @@ class Guarded:
 
 
 GUARDED = Guarded()
-ACCOUNTED = ("tcp", "other_ip", "non_ip", "fragments", "malformed", "cut_header", "flow_table_full")
+ACCOUNTED = ("tcp", "other_ip", "non_ip", "fragments", "malformed", "cut_header", "flow_table_full", "outer_fragments",
+             "outer_unproven", "unknown_tunnel", "too_deep", "tunnel_table_full")
 
 
 def check_guarded(frame: bytes, linktype: int) -> Segments:
@@ -187,18 +204,25 @@ def check_guarded(frame: bytes, linktype: int) -> Segments:
     return segments
 
 
-@pytest.mark.parametrize("name", STACKS)
+FRAGMENTS = {
+    "last ipv4 fragment": (1, ETHER / IP(src="1.1.1.1", dst="2.2.2.2", frag=2, proto=47) / Raw(ERSPAN1)),
+    "first ipv6 fragment": (1, ETHER / V6 / IPv6ExtHdrFragment(offset=0, m=1, nh=17) / Raw(bytes(13))),
+}
+HOSTILE = STACKS | FRAGMENTS
+
+
+@pytest.mark.parametrize("name", HOSTILE)
 def test_every_prefix_of_a_frame_is_read_within_its_bounds(name: str) -> None:
-    linktype, below = STACKS[name]
+    linktype, below = HOSTILE[name]
     frame = bytes(below / SEGMENT / Raw(b"payload"))
     for size in range(len(frame) + 1):
         check_guarded(frame[:size], linktype)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(sorted(STACKS)), st.integers(0, 1 << 32), st.integers(1, 6))
+@given(st.sampled_from(sorted(HOSTILE)), st.integers(0, 1 << 32), st.integers(1, 6))
 def test_damaged_frames_are_read_within_their_bounds(name: str, seed: int, damages: int) -> None:
-    linktype, below = STACKS[name]
+    linktype, below = HOSTILE[name]
     frame = bytearray(bytes(below / SEGMENT / Raw(b"payload")))
     dice = random.Random(seed)
     for _ in range(damages):
