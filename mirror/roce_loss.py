@@ -27,8 +27,6 @@ from mirror.reorder import (
     WAIT_HEAD,
     WAIT_NEXT,
     WAITING,
-    unwait,
-    wait,
 )
 from mirror.roce_pool import at_or_before, begin, deliver, find, finish, hole_in, settle, unlink
 from mirror.roce_spans import CLOSE, HOLE
@@ -37,6 +35,7 @@ from mirror.roce_state import (
     CELL,
     CURRENT,
     CURSOR,
+    FORGOT,
     G_AFTER,
     G_END,
     G_FLAGS,
@@ -73,11 +72,14 @@ from mirror.roce_state import (
     STRANGER,
     Machine,
     add_gap,
+    clear_gaps,
     drop_gaps,
     forget_gaps,
     open_gap_before,
     release_cell,
     tell,
+    unwait,
+    wait,
 )
 from mirror.roce_wire import CLASS, LAST, PART, READ
 
@@ -89,6 +91,16 @@ def watch(m: Machine, flow: int, ts: int) -> None:
     """A gap was opened, or an acknowledgment moved: have the flow looked at."""
     if m.state[flow, WAITING] == 0:
         wait(m, flow, ts)
+
+
+@njit(cache=True, nogil=True)
+def lose(m: Machine, flow: int, start: int, end: int, ts: int) -> None:
+    """Packets start..end, whatever was thought of them, are missing. Two gaps must be free."""
+    if start == end:
+        return
+    clear_gaps(m, m.state, flow, GAPS, start, end)
+    add_gap(m, m.state, flow, GAPS, start, end, ts, 0)
+    watch(m, flow, ts)
 
 
 @njit(cache=True, nogil=True)
@@ -122,13 +134,13 @@ def drain(m: Machine, flow: int) -> None:
             before, cell = cell, cells[cell, H_AFTER]
             continue
         if slot >= 0 and fits(m, slot, psn, opcode, length):
+            clear_gaps(m, m.state, flow, GAPS, psn, psn + 1)
             deliver(m, flow, slot, psn, m.memory + cell * CELL, length, PART[opcode] == LAST, cells[cell, H_IMM],
                     cells[cell, H_TS])
         else:
             m.counters[MISFITS if slot >= 0 else NO_ROOM] += 1
             if m.meta[GAPS_LEFT] > 8:
-                add_gap(m, m.state, flow, GAPS, psn, psn + 1, cells[cell, H_TS], 0)
-                watch(m, flow, cells[cell, H_TS])
+                lose(m, flow, psn, psn + 1, cells[cell, H_TS])
         cell = release_cell(m, flow, before, cell)
 
 
@@ -161,8 +173,9 @@ def give_up(m: Machine, flow: int, node: int, ts: int) -> None:
             limit = messages[slot, M_FIRST] + messages[slot, M_PACKETS]
             if start < limit:
                 stop = min(stop, limit)
-                hole_in(m, slot, start, stop, ts)
-                settle(m, slot, ts)
+                if messages[slot, M_KIND] != READ:  # the numbers of a response never come on this flow
+                    hole_in(m, slot, start, stop, ts)
+                    settle(m, slot, ts)
                 start = stop
                 continue
         if gaps[node, G_FLAGS] & QUIET == 0:
@@ -250,6 +263,7 @@ def force(m: Machine, ts: int) -> None:
         after = m.state[flow, WAIT_NEXT]
         give_up_before(m, flow, m.state[flow, NEXT], ts)
         forget_gaps(m, flow, m.state[flow, NEXT])
+        m.state[flow, FORGOT] = 1
         if m.state[flow, ACKED] <= m.state[flow, NEXT]:
             unwait(m, flow)
         flow = after
@@ -262,6 +276,8 @@ def flush_flow(m: Machine, flow: int, ts: int) -> None:
     if row[NEXT] < 0:
         return
     give_up_before(m, flow, max(row[NEXT], row[ACKED]), ts)
+    while row[HELD] >= 0 and open_gap_before(m, flow, row[NEXT]) >= 0:
+        give_up_before(m, flow, row[NEXT], ts)  # waiting packets that did not fit are missing themselves
     slot = row[OLDEST]
     while slot >= 0:
         finish(m, slot, ts)

@@ -24,6 +24,7 @@ from numba import njit
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from mirror import reorder
 from mirror.memory import copy, store_u32
 from mirror.reorder import (
     ACKED,
@@ -41,7 +42,6 @@ from mirror.reorder import (
     WAIT_NEXT,
     WAIT_PREV,
     WAITING,
-    emit,
 )
 
 CELL = 4096                              # the largest path MTU
@@ -51,7 +51,7 @@ CELL = 4096                              # the largest path MTU
 # packet in the middle of its message needs.
 CURRENT, CURRENT_FIRST, CURRENT_LAST, MTU, SEEN_TS = 0, 1, 3, 6, 7
 GAPS, CURSOR, NEWEST, OLDEST, HELD, HELD_LAST = 8, 9, 14, 15, 19, 20
-PEER, PORT, TRIES, CANDIDATE, VOTES, MISFIT_ACKS, ACKS, ICRC_OK, ICRC_BAD = range(21, 30)
+PEER, PORT, TRIES, CANDIDATE, VOTES, MISFIT_ACKS, ACKS, ICRC_OK, ICRC_BAD, FORGOT = range(21, 31)
 COLUMNS = 32
 assert (NEXT, ACKED, WAITING, GAP_TS, SNAP, SNAP_TS, OLD_ACK, STRANGER, WAIT_NEXT, WAIT_PREV) == (
     2, 4, 5, 10, 11, 12, 13, 16, 17, 18)
@@ -84,6 +84,12 @@ COUNTERS = (
  LATE, HOLES, HOLE_BYTES, LOST, MESSAGES, COMPLETED, INCOMPLETE, HEADLESS_MESSAGES, VOIDED, MISFITS, STRANGERS,
  RESTARTS, WAITED, NO_ROOM, TRUNCATED, TABLE_FULL, CRC_OK, CRC_BAD, CRC_UNCHECKED, CRC_REFUSED, PAIRS, FOREIGN,
  FOREIGN_CNP, FOREIGN_UD, FOREIGN_UC, FOREIGN_OTHER) = range(len(COUNTERS))
+
+
+# They take any machine with the fields that they use.
+_emit: Any = reorder.emit
+wait: Any = reorder.wait
+unwait: Any = reorder.unwait
 
 
 class Machine(NamedTuple):
@@ -139,7 +145,7 @@ def borrowed(m: Machine) -> Machine:
 def tell(m: Machine, flow: int, slot: int, kind: int, offset: int, addr: int, length: int, ts: int) -> None:
     """Append a span."""
     at = m.meta[SPANS]
-    emit(m, flow, kind, offset, addr, length, ts)
+    _emit(m, flow, kind, offset, addr, length, ts)
     store_u32(m.message + 4 * at, slot)
 
 

@@ -25,12 +25,14 @@ from numba import njit
 
 from mirror.memory import load_be32
 from mirror.reorder import NEXT, STRANGER
-from mirror.roce_loss import FAR_BACK, abandon, drain, fits, force, reopen, watch
+from mirror.roce_loss import FAR_BACK, abandon, drain, fits, force, lose, reopen, watch
 from mirror.roce_pool import at_or_before, begin, deliver, find, make_current, settle, unlink
 from mirror.roce_spans import DUPLICATE, OPEN, VOID
 from mirror.roce_state import (
+    COMPLETE,
     DUPLICATE_BYTES,
     DUPLICATES,
+    FORGOT,
     G_FLAGS,
     GAPS,
     GAPS_LEFT,
@@ -92,6 +94,14 @@ def _is_mtu(length: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
+def _possible(last: bool, length: int, mtu: int) -> bool:
+    """Whether a middle or last packet of an unknown message may carry this much; `mtu` 0: unknown."""
+    if last:
+        return 0 < length <= (mtu if mtu else 4096)
+    return _is_mtu(length) and mtu in (0, length)
+
+
+@njit(cache=True, nogil=True)
 def _start(m: Machine, flow: int, psn: int, first: bool, ts: int) -> None:
     """The first packet of a flow. Earlier ones may follow by reordering or retry, so QUIET gaps lie before it."""
     row = m.state[flow]
@@ -146,7 +156,9 @@ def _cut(m: Machine, flow: int, psn: int, ts: int) -> None:
 @njit(cache=True, nogil=True, forceinline=True)
 def _repeat(m: Machine, flow: int, slot: int, psn: int, addr: int, length: int, whole: bool, ts: int) -> None:
     m.counters[DUPLICATES] += 1
-    if whole and length > 0:
+    if m.state[flow, FORGOT] and m.messages[slot, M_FLAGS] & COMPLETE == 0:
+        m.counters[OLD] += 1  # gaps were forgotten for want of room: it may never have been given
+    elif whole and length > 0:
         offset = (psn - m.messages[slot, M_FIRST]) * m.messages[slot, M_MTU]
         tell(m, flow, slot, DUPLICATE, offset, addr, length, ts)
         m.counters[DUPLICATE_BYTES] += length
@@ -167,8 +179,7 @@ def _make_way(m: Machine, flow: int, first: int, packets: int, ts: int) -> bool:
         unlink(m, before)
         tell(m, flow, before, VOID, 0, 0, 0, ts)
         m.counters[VOIDED] += 1
-        add_gap(m, m.state, flow, GAPS, start, start + count, ts, 0)
-        watch(m, flow, ts)
+        lose(m, flow, start, start + count, ts)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -210,7 +221,8 @@ def _first(m: Machine, flow: int, novelty: int, psn: int, opcode: int, headers: 
     if same:
         known = messages[slot]
         if known[M_KIND] != kind or known[M_VA] != va or known[M_RKEY] != rkey or (
-                size >= 0 and known[M_LENGTH] >= 0 and known[M_LENGTH] != size):
+                size >= 0 and known[M_LENGTH] >= 0 and known[M_LENGTH] != size) or (
+                kind != READ and only != (known[M_PACKETS] == 1)):
             psn = _restart(m, flow, psn, True, ts)
             novelty, same = _NEW, False
         elif novelty == _REPEAT:
@@ -233,6 +245,10 @@ def _first(m: Machine, flow: int, novelty: int, psn: int, opcode: int, headers: 
         if slot < 0:
             m.counters[NO_ROOM] += 1
             return
+        if novelty == _FILL and packets > 1 and kind == WRITE:
+            # What lies in its range waits, or was of no message that is known: in this one it is missing.
+            end = min(psn + packets, row[NEXT])
+            lose(m, flow, psn + 1, max(end, psn + 1), ts)
     if not only:
         row[MTU] = mtu
     if not whole:
@@ -258,7 +274,7 @@ def _later(m: Machine, flow: int, novelty: int, psn: int, opcode: int, addr: int
     if slot < 0:
         if novelty == _REPEAT:
             m.counters[OLD] += 1         # it waits already, or its message is long over
-        elif not last and (not _is_mtu(length) or (row[MTU] != 0 and row[MTU] != length)):
+        elif not _possible(last, length, row[MTU]):
             m.counters[MISFITS] += 1
         elif not whole:
             _cut(m, flow, psn, ts)
@@ -315,9 +331,8 @@ def request(m: Machine, flow: int, opcode: int, wire_psn: int, headers: int, add
         novelty = _FILL if gap >= 0 else _REPEAT
         if gap >= 0 and m.gaps[gap, G_FLAGS] & GIVEN:
             m.counters[LATE] += 1
-        elif gap < 0 and ts - row[SEEN_TS] > long:
-            psn = _restart(m, flow, wire_psn, first, ts)  # no retry comes after so long a silence
-            novelty = _NEW
+        elif gap < 0 and ts - row[SEEN_TS] > long:  # no retry comes after so long a silence
+            psn, novelty = _restart(m, flow, wire_psn, first, ts), _NEW
     row[SEEN_TS] = ts
     if first:
         _first(m, flow, novelty, psn, opcode, headers, addr, length, whole, ts)

@@ -23,8 +23,8 @@ A, B = "10.0.0.1", "10.0.0.2"
 
 
 def roce_frame(opcode: int, psn: int, payload: bytes = b"", *, qp: int = 0x11, va: int = 0, rkey: int = 7,
-               size: int = 0, imm: int = 0, syndrome: int = 0, src: str = A, dst: str = B, sport: int = 50000, flags: int = 0,
-               good: bool = True) -> bytes:
+               size: int = 0, imm: int = 0, syndrome: int = 0, src: str = A, dst: str = B, sport: int = 50000,
+               flags: int = 0, good: bool = True) -> bytes:
     """Ethernet, IPv4 or IPv6, UDP, BTH, what the opcode has, payload, pad, invariant CRC (wrong if not `good`)."""
     pad = -len(payload) % 4
     transport = struct.pack("!BBHII", opcode, pad << 4 | flags, 0xFFFF, qp, psn & 0xFFFFFF)

@@ -66,7 +66,7 @@ def check_message(message: Message, packets: list[Packet], content: bytes, captu
     assert message.ended and not message.conflicts
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 32), PSNS, st.booleans())
 def test_any_disorder_and_loss_gives_every_captured_byte_its_place(seed: int, start: int, lossy: bool) -> None:
     dice = random.Random(seed)
@@ -106,7 +106,7 @@ def test_any_disorder_and_loss_gives_every_captured_byte_its_place(seed: int, st
     assert not missing & captured
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 32), PSNS)
 def test_time_and_acknowledgments_never_move_a_byte(seed: int, start: int) -> None:
     """Gaps are given up at odd moments, and filled after that: bytes may come late, but never to a wrong place."""
