@@ -228,6 +228,13 @@ class Jobs:
             self._write_down(job, {"time": time.time_ns(), "layout": layout})
             self._tell(job, lambda tracker: tracker.reported_layout(checked["buckets"], checked["bucket_bytes"]))
 
+    def detach(self, run: str, epoch: int, step: int) -> None:
+        """The trainers closed their handle after `step`: what the wire carries from then on is no step."""
+        job = self.jobs.get(f"{run}/e{epoch}")
+        if job is not None and not job.ended:
+            self._write_down(job, {"time": time.time_ns(), "last": step})
+            self._tell(job, lambda tracker: tracker.ends(step))
+
     def link(self, run: str, epoch: int, alive: bool) -> None:
         """The connection on which a job's markers come stands again, or is gone."""
         job = self.jobs.get(f"{run}/e{epoch}")

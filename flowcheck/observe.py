@@ -64,6 +64,9 @@ class _Status:
     def layout(self, run: str, epoch: int, layout: dict[str, Any]) -> None:
         """No job is followed here."""
 
+    def detach(self, run: str, epoch: int, step: int) -> None:
+        """No job is followed here."""
+
     def link(self, run: str, epoch: int, alive: bool) -> None:
         """No job is followed here."""
 

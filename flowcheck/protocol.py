@@ -6,7 +6,7 @@ counter. Large things (a description, a snapshot's header, tensors) travel in ch
 under a window, so neither side queues more than `WINDOW` chunks.
 
     attach-begin, attach-text ... -> attach-open; attach-chunk -> attach-credit; attach-commit -> attach-ack
-    marker (no reply); layout -> layout-ack
+    marker, detach (no reply); layout -> layout-ack
     fetch-begin -> fetch-open; fetch-read -> fetch-data ...; fetch-end
     status -> status-reply; ping -> pong; any of them -> error
 
@@ -85,6 +85,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "attach-abort": {"session": _SESSION},
     "attach-ack": {"session": _SESSION, "ack": _object},
     "marker": {"run": _RUN, "epoch": _COUNT, "marker": _object},
+    "detach": {"run": _RUN, "epoch": _COUNT, "step": _COUNT},
     "layout": {"run": _RUN, "epoch": _COUNT, "layout": _object},
     "layout-ack": {},
     "fetch-begin": {"run": _run_or_null, "step": _step},

@@ -187,7 +187,7 @@ class Server:
             self._end_upload(identity)
         elif kind.startswith("fetch"):
             self._end_fetch(identity)
-        if kind != "marker":  # a trainer reads no replies to markers
+        if kind not in ("marker", "detach"):  # a trainer reads no replies to these
             self._send(identity, "error", **protocol.error_fields(error))
 
     def _dispatch(self, identity: bytes, kind: str, fields: dict[str, Any], data: Any) -> None:
@@ -195,6 +195,8 @@ class Server:
             self.counters["markers"] += 1
             self._link(self._source, fields["run"], fields["epoch"])
             self._service.marker(fields["run"], fields["epoch"], fields["marker"])
+        elif kind == "detach":
+            self._service.detach(fields["run"], fields["epoch"], fields["step"])
         elif kind == "fetch-read":
             self._fetch(identity, fields["session"]).ask(
                 fields["request"], fields["key"], fields["offset"], fields["length"], time.monotonic()

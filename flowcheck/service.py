@@ -49,6 +49,9 @@ class Service(Protocol):
 
     def layout(self, run: str, epoch: int, layout: dict[str, Any]) -> None: ...
 
+    def detach(self, run: str, epoch: int, step: int) -> None:
+        """The trainers go on without the daemon, or end: `step` was the last step that they tell of."""
+
     def link(self, run: str, epoch: int, alive: bool) -> None:
         """The connection on which a job's markers come stands (again), or is gone."""
 

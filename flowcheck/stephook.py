@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flowcheck.connection import Connection
 from flowcheck.describe import Live
 from flowcheck.description import DescriptionError, encode_value
+from flowcheck.protocol import encode
 from flowcheck.upload import checksums
 
 USUAL_CANARIES = 2
@@ -44,6 +45,7 @@ class StepMarker:
         self._group: Any = live.model.process_group
         self._sequence = sequence
         self._usual = -1  # collectives of the last step
+        self._run, self._epoch = run, epoch
         head = {"v": 1, "type": "marker", "run": run, "epoch": epoch}
         self._head = json.dumps(head)[:-1] + ',"marker":{"step":'
         self._fields = _Fields(optimizer)
@@ -115,11 +117,8 @@ class StepMarker:
             self.dropped += 1
 
     def farewell(self) -> None:
-        """Say that the step before was the last one: reductions that follow belong to no step."""
-        self._connection.post(
-            f'{self._head}{self.step},"sequence":0,"version":{self._version},"groups":null,"canaries":[],'
-            f'"problem":null,"last":true}}}}'.encode()
-        )
+        """Say that the last step was the last one: reductions that follow belong to no step."""
+        self._connection.post(encode("detach", run=self._run, epoch=self._epoch, step=self.step))
 
     def _canaries(self, count: int) -> str:
         """`count` elements of as many parameters: [parameter, element, gradient bits, parameter bits] as JSON."""

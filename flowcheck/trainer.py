@@ -266,9 +266,6 @@ class _Attempt:
         if not handle.covered:
             self.abandon()
             return handle
-        # Every rank is here and no other collective of the group is under way. On the wire this barrier shows where the
-        # steps begin, also where point-to-point traffic has advanced c10d's number beyond the wire's.
-        torch.distributed.barrier(group=self._model.process_group)
         connection, live, marker = self._connection, self._live, self._marker
         if connection is None or live is None or marker is None:
             handle._count(self._optimizer)

@@ -5,6 +5,7 @@ One JSON object a line, each with the `time` of its arrival (ns since the epoch)
     {"time", "attached": true}         the attach was acknowledged after this moment
     {"time", "layout": {...}}          the rebuilt bucket layout as DDP reports it, see `flowcheck.protocol`
     {"time", "link": true | false}     the connection on which markers come stands again, or is gone
+    {"time", "last": step}             the trainers' handle was closed after this step
     {"time", "step", ...}              a step marker, see `reconstruct.markers`
 """
 
@@ -19,7 +20,8 @@ from flowcheck import jobfile
 from flowcheck.description import DescriptionError
 from flowcheck.errors import BadConfig
 from flowcheck.protocol import check_layout
-from reconstruct.markers import parse_marker
+from flowcheck.values import integer
+from reconstruct.markers import MAX_STEP, parse_marker
 from reconstruct.steps import StepTracker
 
 Word = Callable[[StepTracker], None]
@@ -57,5 +59,8 @@ def _word(record: Mapping[str, Any], time: int) -> Word:
     if "link" in record:
         alive = record["link"] is True
         return lambda tracker: tracker.linked(alive)
+    if "last" in record:
+        last = integer(record["last"], "last", 0, MAX_STEP)
+        return lambda tracker: tracker.ends(last)
     marker = parse_marker(record)
     return lambda tracker: tracker.marker(marker, time)

@@ -38,8 +38,7 @@ class Marker:
 
     version: counts the changes of hyper-parameters since attach; groups: every field of every param group when this
     marker carries them (always when `version` grew); problem: why the trainer itself says that it cannot be followed.
-    rebuilt: whether DDP had rebuilt its buckets by then, None if the marker does not say; last: `step` was told before
-    and is the last one, the trainer's handle was closed.
+    rebuilt: whether DDP had rebuilt its buckets by then, None if the marker does not say.
     """
 
     step: int
@@ -49,7 +48,6 @@ class Marker:
     canaries: tuple[Canary, ...]
     problem: str | None
     rebuilt: bool | None = None
-    last: bool = False
 
 
 def _bits(data: Any, path: str) -> bytes | None:
@@ -87,7 +85,6 @@ def parse_marker(data: Any) -> Marker:
         groups = tuple(reader.sequence("groups", MAX_GROUPS, _group))
     problem = None if reader.raw("problem") is None else reader.text("problem", 1024)
     rebuilt = reader.boolean("rebuilt") if "rebuilt" in reader.data else None
-    last = reader.boolean("last") if "last" in reader.data else False
     marker = Marker(
         reader.integer("step", 0, MAX_STEP),
         reader.integer("sequence", 0, MAX_STEP),
@@ -96,7 +93,6 @@ def parse_marker(data: Any) -> Marker:
         tuple(reader.sequence("canaries", MAX_CANARIES, _canary)),
         problem,
         rebuilt,
-        last,
     )
     reader.done()
     return marker

@@ -6,8 +6,8 @@ is passed in, in ns.
 
 Tags: a process group numbers its collectives from 0; a marker's sequence number is the next tag, so the collectives of
 step s have tags in [sequence of step s-1, sequence of step s). Point-to-point messages advance the sequence number but
-take no tag (docs/gloo.md): the barrier that ends every attach shows how far the two are apart, and a collective that is
-first seen long after a marker belongs to a later step whatever the numbers say. Which of them are the buckets:
+take no tag (docs/gloo.md): the first collectives after the attach show how far the two are apart, and a collective that
+is first seen long after a marker belongs to a later step whatever the numbers say. Which of them are the buckets:
 `reconstruct.windows`.
 
 A step becomes `StepReady` when every bucket is complete. If one cannot be completed any more the tracker emits one
@@ -60,7 +60,7 @@ __all__ = [
     "NO_WAITS", "Notice", "StepConfirmed", "StepLost", "StepReady", "StepTracker", "TrackerEvent", "Waits",
 ]
 
-POINT_TO_POINT, BARRIER = 0, 7
+POINT_TO_POINT = 0
 MAX_MARKERS = 1 << 16
 LAYOUT_STEPS = 4
 """DDP logs a rebuilt layout one step after the first that uses it; a report is not given up before so many steps."""
@@ -78,8 +78,7 @@ class StepTracker:
     """Follows one job's process group. Raises nothing on bad traffic: it claims nothing instead.
 
     decoder: the gloo decoder that holds the group `group`; predictor: hyper-parameters of steps without a marker;
-    attached: capture time, ns, after which the group's first collective is the barrier of the attach; None: no such
-    barrier is known of.
+    attached: when the job attached, ns of capture time, None if not known.
     """
 
     def __init__(
@@ -103,6 +102,7 @@ class StepTracker:
         self._predictor = predictor
         self._waits = waits
         self._attached = attached
+        self._before = decoder.max_tag(group)  # highest tag seen before the attach
         self._specs = reduced_specs(description)
         self._layouts = Layouts(description.ddp, self._specs)
         self._table = Reductions(group, decoder, description.group.world_size)
@@ -131,11 +131,7 @@ class StepTracker:
         if request.kind == POINT_TO_POINT:
             self._say("point-to-point", _POINT_TO_POINT)
             return IGNORE
-        if self._attached is not None and request.time >= self._attached:
-            if request.kind == BARRIER:
-                self._offset = self.description.group.sequence - request.tag
-                self._start = request.tag + 1
-            self._attached = None
+        self._calibrate(request)
         if self._last is not None and self.step >= self._last:
             return IGNORE
         if request.tag < self._start and not self._moved(request):
@@ -146,6 +142,21 @@ class StepTracker:
         if request.kind != ALLREDUCE:
             return IGNORE
         return self._table.plan(request, self._layouts.at(request.tag, self._passes(request.tag)))
+
+    def _calibrate(self, request: Request) -> None:
+        """How far c10d's number is from the tags: no collective is under way during an attach, so the wire tells.
+
+        The next tag lies behind the highest one seen before the attach, and is at most the first one seen after it.
+        """
+        if self._attached is None:
+            return
+        if request.time < self._attached:
+            self._before = max(self._before, request.tag)
+            return
+        number = self.description.group.sequence
+        self._start = self._before + 1 if self._before >= number else min(number, request.tag)
+        self._offset = number - self._start
+        self._attached = None
 
     def _moved(self, request: Request) -> bool:
         """Whether a tag below the window is new all the same: the sequence number ran ahead of the tags."""
@@ -209,12 +220,13 @@ class StepTracker:
         """The connection that markers come on stands, or is gone and markers may be lost."""
         self._linked = alive
 
+    def ends(self, step: int) -> None:
+        """The trainers say that `step` was the last step: reductions after it belong to none."""
+        self._last = step
+
     def marker(self, marker: Marker, now: int) -> None:
         """Take a step marker. Markers of steps already claimed confirm them or contradict them."""
         if self._detached:
-            return
-        if marker.last:
-            self._last = marker.step
             return
         self.ahead = max(self.ahead, marker.step)
         if marker.step <= self.description.step or marker.step in self._markers:
@@ -283,8 +295,12 @@ class StepTracker:
             return False
         self._cover(current, candidates)
         probes = self._probes(current, marker)
-        choice = choose(current, candidates, self._table.landing, probes, self._unseen(end))
+        unseen = self._unseen(end)
+        choice = choose(current, candidates, self._table.landing, probes, unseen)
         if choice.problem is not None:
+            behind = unseen or self._decoder.max_tag(self.group) < end - 1
+            if behind and waited <= waits.patience:
+                return False  # the mirror is late: what it has not shown yet may be the step's reduction
             return self._lose(marker.step, self._why(marker, candidates, choice.problem))
         if not all(self._table.complete(tag) for tag in choice.tags):
             return self._lose_incomplete(marker.step, current, choice.tags)
@@ -304,7 +320,10 @@ class StepTracker:
 
     def _bounds(self, marker: Marker, arrived: int) -> tuple[int, int]:
         """(end of the window in tags, time after which nothing that is first seen belongs to it)."""
-        end, until = marker.sequence - self._offset, arrived + self._waits.traffic
+        end = marker.sequence - self._offset
+        if "point-to-point" not in self._said:
+            return end, _FOREVER  # the numbers are exact, and copies may come long after a marker
+        until = arrived + self._waits.traffic
         late = [tag for tag, time in self._table.seen.items() if self._start <= tag < end and time > until]
         return min(late, default=end), until
 

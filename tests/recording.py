@@ -65,6 +65,7 @@ class Recording:
         self.committed: list[Upload] = []
         self.markers: list[tuple[str, int, dict[str, Any]]] = []
         self.layouts: list[tuple[str, int, dict[str, Any]]] = []
+        self.detached: list[tuple[str, int, int]] = []
         self.links: list[tuple[str, int, bool]] = []
         self.readings: list[Reading] = []
         self.snapshot: Snapshot | None = None
@@ -84,6 +85,9 @@ class Recording:
 
     def layout(self, run: str, epoch: int, layout: dict[str, Any]) -> None:
         self.layouts.append((run, epoch, layout))
+
+    def detach(self, run: str, epoch: int, step: int) -> None:
+        self.detached.append((run, epoch, step))
 
     def link(self, run: str, epoch: int, alive: bool) -> None:
         self.links.append((run, epoch, alive))

@@ -85,8 +85,8 @@ class SyntheticJob:
         self.sequence += 1
         return self.tag - 1
 
-    def attach(self, *, barrier: bool = True) -> None:
-        """The job attaches here; with the barrier that ends an attach."""
+    def attach(self) -> None:
+        """The job attaches here."""
         self.wait(SECOND)
         listeners = {r: (f"10.0.0.{r + 1}", self.wire.base_port + r) for r in range(self.world)}
         specs = [TensorSpec("float32", (n,), (1,)) for n in SIZES]
@@ -104,8 +104,6 @@ class SyntheticJob:
         )  # fmt: skip
         self.attached = self.now
         self.wait(SECOND // 10)
-        if barrier:
-            self.barrier()
 
     @property
     def description(self) -> JobDescription:
@@ -209,8 +207,8 @@ class SyntheticJob:
         self.optimizer_step(**options)
 
     def last_word(self) -> None:
-        marker = Marker(self.step, 0, self.version, None, (), None, None, True)
-        self.say(lambda tracker: tracker.marker(marker, self.now))
+        last = self.step
+        self.say(lambda tracker: tracker.ends(last))
 
     def unlink(self) -> None:
         """The connection that markers come on breaks, and it is noticed."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,13 @@ def test_a_link_stands_from_the_first_marker_to_the_end_of_its_connection(tmp_pa
     service = Recording()
     address = "tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/socket"
     with Server(service, [address]) as server:
-        one, other = Connection(server.endpoints[0]), Connection(server.endpoints[0])
+        one, other = Connection(server.endpoints[0], send_queue=1000), Connection(server.endpoints[0])
         for _ in range(500):
-            one.post(marker("job", 1))
+            assert one.post(marker("job", 1))
         other.post(marker("other", 1))
         wait_for(lambda: len(service.links) == 2)
         assert sorted(service.links) == [("job", 1, True), ("other", 1, True)]
-        one.close(linger=1)
+        one.close(linger=20)
         wait_for(lambda: ("job", 1, False) in service.links)
         assert len(service.markers_of("job")) == 500  # what it had sent was taken first
         again = Connection(server.endpoints[0])
@@ -61,6 +62,7 @@ def test_a_trainer_that_is_out_of_reach_is_noticed(tmp_path: Path) -> None:
         )
         try:
             wait_for(lambda: service.links == [("job", 3, True)], 30)
+            time.sleep(0.5)  # until its first heartbeat
             os.kill(trainer.pid, signal.SIGSTOP)  # no FIN, no answer: like a link that is down
             wait_for(lambda: service.links[-1] == ("job", 3, False), 20)
         finally:

@@ -96,6 +96,8 @@ def moment(recording: Recording, step: int) -> int:
 
         def linked(self, *_: object) -> None: ...
 
+        def ends(self, *_: object) -> None: ...
+
     for _, word in recording.said.words:
         word(Ear())  # type: ignore[arg-type]
     return next(time for number, time in markers if number == step)

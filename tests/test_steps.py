@@ -242,20 +242,28 @@ def test_point_to_point_traffic_before_the_attach() -> None:
     Follower(job).run().check(4)
 
 
-def test_tags_ahead_of_the_sequence_number_at_the_attach() -> None:
+@pytest.mark.parametrize("shown", [True, False])
+def test_tags_ahead_of_the_sequence_number_at_the_attach(shown: bool) -> None:
     job = SyntheticJob()
     job.tag += 2  # monitored_barrier
+    job.sequence += 1
+    if shown:
+        job.barrier()
     job.attach()
     for _ in range(4):
         job.usual_step(canaries=0)
-    Follower(job).run().check(4)
+    follower = Follower(job).run(quiet=20 * SECOND)
+    if shown:
+        follower.check(4)
+    else:
+        assert not follower.steps and follower.lost is not None
 
 
-def test_point_to_point_traffic_before_the_attach_without_its_barrier_claims_nothing() -> None:
+def test_point_to_point_traffic_before_an_attach_of_unknown_time_claims_nothing() -> None:
     job = SyntheticJob()
     for _ in range(3):
         job.point_to_point()
-    job.attach(barrier=False)
+    job.attach()
     for _ in range(4):
         job.usual_step(canaries=0)
     follower = Follower(job, calibrated=False).run(quiet=20 * SECOND)
@@ -515,7 +523,7 @@ def test_one_direction_shows_its_share_and_no_step() -> None:
 def test_two_copies_that_differ_are_not_claimed() -> None:
     job = trained(3, world=4, rebuilt=((0, 1, 2),))
     frames = job.wire.frames
-    at = [i for i, f in enumerate(frames) if f.link == (2, 1) and len(f.payload) > 100][-1]
+    at = [i for i, f in enumerate(frames) if f.link == (1, 0) and len(f.payload) > 100][-1]
     frames[at].payload = frames[at].payload[:-1] + bytes([frames[at].payload[-1] ^ 1])
     follower = Follower(job).run()
     follower.check(2)
