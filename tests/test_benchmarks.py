@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow  # each measures for a minute
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -84,7 +86,6 @@ def test_a_recording_that_lacks_frames_is_not_measured(quick: dict[str, Any], re
     assert "no step" not in replay.lost
 
 
-@pytest.mark.slow
 def test_the_overhead_benchmark_runs_every_mode() -> None:
     found = run("overhead.py")
     assert set(found["modes"]) == set(overhead.MODES)

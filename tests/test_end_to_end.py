@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -63,7 +64,8 @@ class Outcome:
             assert line["confirmed"] == confirmed, line
 
 
-def train(tmp_path: Path, cases: tuple[str, ...], **config: Any) -> Outcome:
+def train(tmp_path: Path, cases: tuple[str, ...], *, until_frozen: bool = False, **config: Any) -> Outcome:
+    """Train the cases in a lab; until_frozen: keep the daemon until it says why it claims nothing."""
     lab_config = LabConfig(
         command=(CASES, str(tmp_path), *cases),
         journal=str(tmp_path / "journal.jsonl"),
@@ -75,6 +77,10 @@ def train(tmp_path: Path, cases: tuple[str, ...], **config: Any) -> Outcome:
         assert lab.wait(240) == 0
         assert lab.endpoint is not None
         answer = status(lab.endpoint, 20)
+        deadline = time.monotonic() + 60
+        while until_frozen and answer["frozen"] is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+            answer = status(lab.endpoint, 20)
         lab.finish()
     outcome = Outcome(tmp_path)
     outcome.statuses = {job["run"]: job for job in answer["jobs"]}
@@ -114,18 +120,22 @@ def test_two_ranks_on_a_node(tmp_path: Path) -> None:
 
 
 def test_one_way_mirror_shows_three_quarters_and_claims_nothing(tmp_path: Path) -> None:
-    outcome = train(tmp_path, ("gpt",), ranks=4, mirrors=mirrors("1:in"))
+    outcome = train(tmp_path, ("gpt",), ranks=4, mirrors=mirrors("1:in"), until_frozen=True)
     assert outcome.journal == []
     job = outcome.statuses["gpt"]
     assert job["step"] == 0 and job["job_step"] == STEPS
     assert job["coverage"] == pytest.approx(0.75, abs=0.02)
+    assert job["frozen"] is not None
 
 
 def test_without_a_mirror_it_stays_at_step_zero_and_says_so(tmp_path: Path) -> None:
-    outcome = train(tmp_path, ("sgd",), ranks=2, mirrors=(), daemon_args=("--every-steps", "1"))
+    outcome = train(
+        tmp_path, ("sgd",), ranks=2, mirrors=(), daemon_args=("--every-steps", "1"), until_frozen=True
+    )
     assert outcome.journal == []
     job = outcome.statuses["sgd"]
     assert job["step"] == 0 and job["coverage"] == 0.0
+    assert "frozen at 0, job is ahead" in job["frozen"] and "mirror" in job["frozen"]
 
 
 def test_as_an_ordinary_user(tmp_path: Path) -> None:

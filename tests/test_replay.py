@@ -114,7 +114,8 @@ def test_after_loss_in_one_step_later_ones_are_whole_again(
         recorded_job, lambda frames: [f for f in frames if not low < f[0] < high or rng.random() >= part]
     )
     check_right(result, lossless)
-    assert list(result.digests)[:2] == [1, 2]
+    # The last frames of step 2 may pass the tap after its marker: they are then among those that are lost.
+    assert list(result.digests)[:1] == [1]
     last = sorted(lossless.landed)[-8:]  # the buckets of the last two steps
     assert {tag: result.landed.get(tag) for tag in last} == {tag: lossless.landed[tag] for tag in last}
 
