@@ -373,7 +373,8 @@ def _limits_of_this_release(made: Plan, nodes: int) -> None:
     if made.value("monitor_peak") > MEASURED_CAPTURE:
         made.notes.append(
             f"capture was measured up to {MEASURED_CAPTURE / 1e9:g} Gbit/s a port, the ring's reader alone up to "
-            f"{CAPTURE_RATE / 1e9:g}: whether NIC and kernel keep up with bursts shows only on the real link: `flowcheck daemon --observe`"
+            f"{CAPTURE_RATE / 1e9:g}: whether NIC and kernel keep up with bursts shows only on the real link: "
+            "`flowcheck daemon --observe`"
         )
     made.notes.append(
         "Ethernet (RoCE or TCP) is assumed: InfiniBand, EFA, SHARP and NVLS across nodes cannot be read from a mirror"

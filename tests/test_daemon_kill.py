@@ -54,13 +54,26 @@ def writing(store: Path) -> bool:
 def kill_while_writing(folder: Path, capture: Path, job: Path, kills: int, longest: float) -> int:
     """Start the daemon `kills` times on a store that has one whole step, kill it; how often it was inside a write."""
     store = folder / "store"
-    command = [sys.executable, "-m", "flowcheck", "daemon", "-r", str(capture), "--job", str(job), "--store", str(store)]
+    command = [
+        sys.executable,
+        "-m",
+        "flowcheck",
+        "daemon",
+        "-r",
+        str(capture),
+        "--job",
+        str(job),
+        "--store",
+        str(store),
+    ]
     subprocess.run(command, env=child_environment(), check=True, timeout=120, capture_output=True)
     assert Store(store).newest("test").step == 1
     moments = random.Random(7)
     inside = 0
     for _ in range(kills):
-        with subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as daemon:
+        with subprocess.Popen(
+            command, env=child_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as daemon:
             deadline = time.monotonic() + 60
             while not writing(store) and daemon.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.002)

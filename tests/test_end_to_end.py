@@ -1,4 +1,4 @@
-"""Whole jobs in the lab: real torch.distributed, real namespaces and mirroring, the real daemon, compared bit for bit."""
+"""Whole jobs in the lab: real torch.distributed, namespaces, mirroring and daemon, compared bit for bit."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from ordinary_user import RUN_AS_USER, as_ordinary_user
 from click.testing import CliRunner
+from ordinary_user import RUN_AS_USER, as_ordinary_user
 
 from flowcheck.errors import FlowcheckError, NoPermission, UsageError
 from flowcheck.lab import Lab, LabConfig, Mirror, run

@@ -37,7 +37,9 @@ def digest_of_file(path: Path) -> tuple[int, str]:
     model.load_state_dict(state["model"], strict=True)
     assert model.head.weight is model.embed.weight
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW([{"params": [p for p in parameters if p.ndim > 1]}, {"params": [p for p in parameters if p.ndim < 2]}])
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in parameters if p.ndim > 1]}, {"params": [p for p in parameters if p.ndim < 2]}]
+    )
     optimizer.load_state_dict(state["optimizer"])
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
     return state["step"], flowcheck.digest(model, optimizer)

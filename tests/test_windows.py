@@ -31,7 +31,9 @@ def two_buckets() -> Layout:
     return layout([[1], [0]], specs(40, 24))
 
 
-def pick(lay: Layout, held: dict[int, Landing], probes: list[Probe] | None = None) -> tuple[tuple[int, ...], str | None]:
+def pick(
+    lay: Layout, held: dict[int, Landing], probes: list[Probe] | None = None
+) -> tuple[tuple[int, ...], str | None]:
     candidates = [(tag, landing.size) for tag, landing in sorted(held.items())]
     choice = choose(lay, candidates, held.get, probes or [])
     return choice.tags, choice.problem

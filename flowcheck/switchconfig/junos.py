@@ -22,7 +22,8 @@ class Junos(Vendor):
         "the whole physical port is mirrored, whatever the unit.",
         "tunnelled: IPv4 destination only, no ECMP towards it; when the route moves, apply the analyzer again.",
         "to change an analyzer: delete, commit, add again.",
-        "oversubscription is silent: nothing on the switch counts lost copies, `flowcheck daemon --observe` shows what is missing.",
+        "oversubscription is silent: nothing on the switch counts lost copies, `flowcheck daemon --observe` shows "
+        "what is missing.",
     )
 
     def port(self, text: str) -> str:

@@ -65,7 +65,9 @@ class Job:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(1)
         self.options: dict[str, object] = {"bucket_cap_mb": 0.05}
-        self.net: nn.Module = nn.Sequential(nn.Linear(16, 130), nn.Tanh(), nn.Linear(130, 50), nn.Tanh(), nn.Linear(50, 24))
+        self.net: nn.Module = nn.Sequential(
+            nn.Linear(16, 130), nn.Tanh(), nn.Linear(130, 50), nn.Tanh(), nn.Linear(50, 24)
+        )
         self.make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2)
         self.schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
         self.micro = 1
@@ -96,7 +98,10 @@ def prepare(name: str) -> Job:
     elif name.startswith("gpt"):
         job.net = TinyGPT()
         job.make = lambda p: torch.optim.AdamW(
-            [{"params": [x for x in p if x.ndim > 1], "weight_decay": 0.1}, {"params": [x for x in p if x.ndim < 2], "lr": 3e-3}],
+            [
+                {"params": [x for x in p if x.ndim > 1], "weight_decay": 0.1},
+                {"params": [x for x in p if x.ndim < 2], "lr": 3e-3},
+            ],
             lr=1e-2, weight_decay=0.0,
         )  # fmt: skip
         job.schedule = lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS)
