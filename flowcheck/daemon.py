@@ -261,11 +261,9 @@ class Daemon:
                     job.distrust(job.step, reason)
                 job.frozen = reason
                 log(f"{job.key}: frozen at {job.step}: {reason}")
-            ready.gradients.clear()  # the memory can be taken again
-            tracker, step = job.tracker, ready.step
-            del item, ready
-            if tracker is not None:
-                self._capture.call(partial(tracker.applied, step))
+            ready.gradients.clear()  # nothing refers to them any more: their memory can be taken again
+            if job.tracker is not None:
+                self._capture.call(partial(job.tracker.applied, ready.step))
 
     def _apply(self, job: Job, ready: StepReady) -> None:
         if job.halted or job.suspect is not None:

@@ -4,10 +4,8 @@
 group (`plan`) and turns the reduced buckets between two markers into `StepReady`. It has no clock and no thread: `now`
 is passed in, in ns.
 
-Tags: a process group numbers its collectives from 0; a marker's sequence number is the next tag, so the collectives of
-step s have tags in [sequence of step s-1, sequence of step s). Point-to-point messages advance the sequence number but
-take no tag (docs/gloo.md): the first collectives after the attach show how far the two are apart, and a collective that
-is first seen long after a marker belongs to a later step whatever the numbers say. Which of them are the buckets:
+Tags: a process group numbers its collectives; a marker's sequence number is, but for `reconstruct.numbering`, the
+next tag, so the collectives of step s have tags in [sequence of s-1, sequence of s). Which of them are the buckets:
 `reconstruct.windows`.
 
 A step becomes `StepReady` when every bucket is complete. If one cannot be completed any more the tracker emits one
@@ -43,6 +41,7 @@ from reconstruct.gloo import (
 from reconstruct.layouts import Layouts
 from reconstruct.lr import Predictor
 from reconstruct.markers import Canary, Marker
+from reconstruct.numbering import FOREVER, Numbering
 from reconstruct.reductions import MAX_REDUCTIONS, Reductions
 from reconstruct.step_events import (
     NO_WAITS,
@@ -65,7 +64,6 @@ MAX_MARKERS = 1 << 16
 LAYOUT_STEPS = 4
 """DDP logs a rebuilt layout one step after the first that uses it; a report is not given up before so many steps."""
 
-_FOREVER = 1 << 62
 _POINT_TO_POINT = (
     "there is point-to-point traffic or monitored_barrier on DDP's process group: use another one, a step whose "
     "place it makes uncertain is not claimed"
@@ -101,16 +99,13 @@ class StepTracker:
         self._decoder = decoder
         self._predictor = predictor
         self._waits = waits
-        self._attached = attached
-        self._before = decoder.max_tag(group)  # highest tag seen before the attach
         self._specs = reduced_specs(description)
         self._layouts = Layouts(description.ddp, self._specs)
         self._table = Reductions(group, decoder, description.group.world_size)
-        self._start = description.group.sequence  # first tag that no claimed step has used
-        self._offset = 0  # sequence numbers minus tags
-        self._seen_to = (-1, _FOREVER)  # highest tag at the last marker; first seen after this time: later
+        self._numbers = Numbering(description.group.sequence, decoder.max_tag(group), attached)
         self._gaps: dict[tuple[int, int], int] = decoder.gaps(group)
         self._markers: dict[int, tuple[Marker, int]] = {}
+        self._late: deque[tuple[Marker, int]] = deque()  # of steps that were claimed without them
         self._groups: Fields = tuple(g.fields for g in description.optimizer.groups)
         self._version = 0
         self._linked = True  # the connection that markers come on stands
@@ -131,10 +126,7 @@ class StepTracker:
         if request.kind == POINT_TO_POINT:
             self._say("point-to-point", _POINT_TO_POINT)
             return IGNORE
-        self._calibrate(request)
-        if self._last is not None and self.step >= self._last:
-            return IGNORE
-        if request.tag < self._start and not self._moved(request):
+        if not self._numbers.see(request) or (self._last is not None and self.step >= self._last):
             return IGNORE
         self._table.note(request)
         if request.kind == BROADCAST:
@@ -142,30 +134,6 @@ class StepTracker:
         if request.kind != ALLREDUCE:
             return IGNORE
         return self._table.plan(request, self._layouts.at(request.tag, self._passes(request.tag)))
-
-    def _calibrate(self, request: Request) -> None:
-        """How far c10d's number is from the tags: no collective is under way during an attach, so the wire tells.
-
-        The next tag lies behind the highest one seen before the attach, and is at most the first one seen after it.
-        """
-        if self._attached is None:
-            return
-        if request.time < self._attached:
-            self._before = max(self._before, request.tag)
-            return
-        number = self.description.group.sequence
-        self._start = self._before + 1 if self._before >= number else min(number, request.tag)
-        self._offset = number - self._start
-        self._attached = None
-
-    def _moved(self, request: Request) -> bool:
-        """Whether a tag below the window is new all the same: the sequence number ran ahead of the tags."""
-        top, until = self._seen_to
-        if request.tag <= top or request.time <= until:
-            return False
-        self._offset += self._start - request.tag
-        self._start = request.tag
-        return True
 
     def _passes(self, tag: int) -> int:
         """How many reductions with the initial layout may be over before `tag`: an upper bound."""
@@ -231,16 +199,16 @@ class StepTracker:
         self.ahead = max(self.ahead, marker.step)
         if marker.step <= self.description.step or marker.step in self._markers:
             return
+        self._silent = False
         if marker.step <= self.step:
-            self._confirm_late(marker)
+            if len(self._late) < MAX_MARKERS:
+                self._late.append((marker, now))
         elif len(self._markers) < MAX_MARKERS:
-            self._silent = False
             self._markers[marker.step] = (marker, now)
 
     def _confirm_late(self, marker: Marker) -> None:
-        if self.lost is not None:
-            return
-        end = marker.sequence - self._offset
+        """A step that was claimed without its marker: all that its marker speaks of has been captured by now."""
+        end = self._numbers.end(marker.sequence)
         more = any(True for _ in self._table.within(self._start, end))
         verdict = self._guesses.confirm(marker, end, more, self._groups, self._version)
         if verdict is None:
@@ -250,7 +218,6 @@ class StepTracker:
             return
         if marker.groups is not None and marker.version >= self._version:
             self._groups, self._version = marker.groups, marker.version
-        self._silent = False
         self.confirmed += 1
         self._events.append(StepConfirmed(marker.step))
 
@@ -259,11 +226,14 @@ class StepTracker:
     def poll(self, now: int, final: bool = False) -> list[TrackerEvent]:
         """Every step that can be claimed now. final: nothing more will come, wait for nothing."""
         waits = NO_WAITS if final else self._waits
+        while self._late and self.lost is None and now - self._late[0][1] > waits.traffic:
+            self._confirm_late(self._late.popleft()[0])
         while self.lost is None and self._next(now, waits):
             pass
         if self.lost is None and len(self._table.held) > MAX_REDUCTIONS:
             self._lose(self.step + 1, f"over {MAX_REDUCTIONS} all-reduces of a bucket's size and no optimizer step")
         if self.lost is not None:
+            self._late.clear()
             self._forget(now, waits)
         events, self._events = self._events, []
         return events
@@ -312,20 +282,17 @@ class StepTracker:
             )
         self._plain = self._plain and len(candidates) == len(current.buckets)
         self._groups, self._version = groups, marker.version
-        self._offset = marker.sequence - end
-        self._seen_to = (self._decoder.max_tag(self.group), until)
+        self._numbers.marked(marker.sequence, end, self._decoder.max_tag(self.group), until)
         self._guesses.proven()
         self.confirmed += 1
         return self._claim(marker.step, True, current, choice.tags, groups, marker.canaries, end)
 
     def _bounds(self, marker: Marker, arrived: int) -> tuple[int, int]:
         """(end of the window in tags, time after which nothing that is first seen belongs to it)."""
-        end = marker.sequence - self._offset
         if "point-to-point" not in self._said:
-            return end, _FOREVER  # the numbers are exact, and copies may come long after a marker
+            return self._numbers.end(marker.sequence), FOREVER  # copies may come long after a marker
         until = arrived + self._waits.traffic
-        late = [tag for tag, time in self._table.seen.items() if self._start <= tag < end and time > until]
-        return min(late, default=end), until
+        return self._numbers.bounds(marker.sequence, until, self._table.seen), until
 
     def _reading(self, rebuilt: bool | None, end: int) -> tuple[Layout, int] | None:
         """(layout of the step's reduction, first tag that it can have)."""
@@ -340,7 +307,7 @@ class StepTracker:
         if behind is not None and any(True for _ in self._table.within(self._start, behind)):
             return self._layouts.initial, self._start, behind
         reading = self._layouts.of_step(True if behind is not None else None, self.step - self.description.step, False)
-        return None if reading is None else (reading[0], max(reading[1], self._start), _FOREVER)
+        return None if reading is None else (reading[0], max(reading[1], self._start), FOREVER)
 
     def _waits_for(
         self, current: Layout, candidates: Sequence[tuple[int, int]], end: int, waited: int, waits: Waits
@@ -355,7 +322,7 @@ class StepTracker:
         return short and waited <= waits.patience
 
     def _why(self, marker: Marker, candidates: Sequence[tuple[int, int]], problem: str) -> str:
-        end = marker.sequence - self._offset
+        end = self._numbers.end(marker.sequence)
         losses = [self._link_losses[t] for t in self._table.within(self._start, end) if t in self._link_losses]
         if candidates:
             return f"{problem} ({losses[0]})" if losses else problem
@@ -372,7 +339,7 @@ class StepTracker:
         later = min((s for s in self._markers if s > step), default=None)
         if later is None and self._linked and waits is not NO_WAITS:
             return False
-        end = until = _FOREVER
+        end = until = FOREVER
         patient = False
         if later is not None:
             marker, arrived = self._markers[later]
@@ -419,11 +386,15 @@ class StepTracker:
         if fields is None:
             return self._lose(step, "its marker is missing and its hyper-parameters cannot be known without it")
         self._silent = later is None
-        self._seen_to = (_FOREVER, _FOREVER)
+        self._numbers.unmarked()
         self._guesses.add(step, Guess(tags[0], tags[-1], tuple(fields)))
         return self._claim(step, False, current, tags, tuple(fields), (), tags[-1] + 1)
 
     # Pieces
+
+    @property
+    def _start(self) -> int:
+        return self._numbers.start
 
     def _missing(self, count: int, end: int, until: int) -> int:
         """How many all-reduces the window lacks if it holds `count` steps of one reduction each; negative: too many."""
@@ -484,7 +455,7 @@ class StepTracker:
         self._markers.pop(step, None)
         # Only what was seen is retired: a number that ran ahead of the tags must not hide the next step's collectives.
         self._pending.append((step, self._start, min(end, self._decoder.max_tag(self.group) + 1)))
-        self._start = end
+        self._numbers.start = end
         self._table.forget(end)
         self._layouts.settled(step - self.description.step, end)
         self._gaps = self._decoder.gaps(self.group)
@@ -544,13 +515,14 @@ class StepTracker:
         for step in due[:-1]:  # the newest stays: windows end at it
             marker, _ = self._markers.pop(step)
             current = self._layouts.rebuilt if self._layouts.rebuilt is not None else self._layouts.initial
-            candidates = self._table.candidates(current, self._start, marker.sequence - self._offset, _FOREVER)
+            end = self._numbers.end(marker.sequence)
+            candidates = self._table.candidates(current, self._start, end, FOREVER)
             if candidates:
                 self._cover(current, candidates)
-            self._start = max(self._start, marker.sequence - self._offset)
+            self._numbers.start = max(self._start, end)
         if not due and self._table.held:
             newest, buckets = max(self._table.held), len(self._layouts.initial.buckets)
-            self._start = max(self._start, newest - 4 * buckets - 64)
+            self._numbers.start = max(self._start, newest - 4 * buckets - 64)
         self._table.forget(self._start)
         if not self._pending:
             self._decoder.retire(self.group, self._start)

@@ -31,7 +31,9 @@ from reconstruct.steps import StepLost, StepReady, StepTracker, TrackerEvent, Wa
 SIZES = (40, 24, 56)  # elements of the parameters, by DDP index
 INITIAL = ((0, 1, 2),)
 REBUILT = ((2, 1), (0,))
+PERMUTED = ((2, 0, 1),)  # the same size as the initial bucket: only its place tells it apart
 SECOND = 1_000_000_000
+Buckets = tuple[tuple[int, ...], ...]
 Word = Callable[[StepTracker], None]
 
 
@@ -215,6 +217,15 @@ class SyntheticJob:
         self.say(lambda tracker: tracker.linked(False))
 
 
+def trained(steps: int, **options: Any) -> SyntheticJob:
+    """A job that attached and took some usual steps."""
+    job = SyntheticJob(**options)
+    job.attach()
+    for _ in range(steps):
+        job.usual_step()
+    return job
+
+
 def blocks(frames: list[gloo_traffic.Frame], most: int) -> Iterator[list[gloo_traffic.Frame]]:
     """Frames as a ring hands them over: at most `most`, and never across a pause."""
     some: list[gloo_traffic.Frame] = []
@@ -247,8 +258,12 @@ class Follower:
         per_block: int = 16,
         quiet: int = 0,
         final: bool = True,
+        idle: bool = True,
     ) -> Follower:
-        """Feed the frames, say the words at their times. quiet: ns that pass after the last of both."""
+        """Feed the frames, say the words at their times.
+
+        quiet: ns that pass after the last of both; idle: whether time goes on in long pauses, as on a live ring.
+        """
         words = sorted(self.job.words, key=lambda word: word[0])
         frames = self.job.wire.frames if frames is None else frames
         now = 0
@@ -257,6 +272,10 @@ class Follower:
                 at, word = words.pop(0)
                 now = max(now, at)
                 word(self.tracker)
+                self.take(now)
+            if idle and now and some[0].ts - now > SECOND // 5:
+                now = some[0].ts - SECOND // 20
+                self.pipeline.expire(now)
                 self.take(now)
             now = max(now, some[-1].ts)
             self.pipeline.feed(self.job.wire.block(some), now)
