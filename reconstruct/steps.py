@@ -261,15 +261,23 @@ class StepTracker:
             return False
         current, first = reading
         candidates = self._table.candidates(current, first, end, until)
+        probes = self._probes(current, marker)
+        behind = self._decoder.max_tag(self.group) < end - 1  # the mirror has not shown all of the window yet
+        # Then nothing would contradict an earlier reduction taken for the step's.
+        blind = not probes and (behind or end < self._numbers.end(marker.sequence))
+        if blind and waited <= waits.patience:
+            return False
         if self._waits_for(current, candidates, end, waited, waits):
             return False
         self._cover(current, candidates)
-        probes = self._probes(current, marker)
         unseen = self._unseen(end)
+        if blind:
+            return self._lose(
+                marker.step, "its last collectives were not seen and no element of the gradient was reported to check"
+            )
         choice = choose(current, candidates, self._table.landing, probes, unseen)
         if choice.problem is not None:
-            behind = unseen or self._decoder.max_tag(self.group) < end - 1
-            if behind and waited <= waits.patience:
+            if (unseen or behind) and waited <= waits.patience:
                 return False  # the mirror is late: what it has not shown yet may be the step's reduction
             return self._lose(marker.step, self._why(marker, candidates, choice.problem))
         if not all(self._table.complete(tag) for tag in choice.tags):
@@ -375,8 +383,10 @@ class StepTracker:
         missing = 0 if later is None else self._missing(later - step + 1, end, until)
         if missing > 0 and patient:
             return False
+        cut = later is not None and end < self._numbers.end(self._markers[later][0].sequence)
         if (
             not self._plain
+            or cut
             or [size for _, size in mine] != [bucket.nbytes for bucket in current.buckets]
             or missing
             or self._unseen(tags[-1])

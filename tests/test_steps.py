@@ -157,6 +157,24 @@ def test_a_skipped_optimizer_step_is_no_step() -> None:
     Follower(job).run(quiet=20 * SECOND).check(4)
 
 
+@pytest.mark.parametrize("canaries", [3, 0])
+def test_a_mirror_far_behind_the_markers_hides_no_reduction(canaries: int) -> None:
+    """The step's own reduction is shown long after its marker, the skipped one before it.
+
+    It must not pass for a later step's: the skipped gradient would be the only one left, and where no canary
+    contradicts it, it would be applied.
+    """
+    job = trained(2)
+    job.reduction()
+    job.wait(SECOND)
+    job.reduction()
+    job.optimizer_step(canaries=canaries, delay=-9 * SECOND // 10)
+    follower = Follower(job).run(quiet=20 * SECOND)
+    # Without a canary the two reductions cannot be told apart, so neither is claimed.
+    follower.check(3 if canaries else 2)
+    assert (follower.lost is None) == bool(canaries)
+
+
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_reduction_after_the_last_step_is_none_even_when_the_connection_is_gone(seen: bool) -> None:
     job = trained(3)
@@ -266,6 +284,7 @@ def test_point_to_point_traffic_before_an_attach_of_unknown_time_claims_nothing(
 @pytest.mark.parametrize("canaries", [0, 3])
 @pytest.mark.parametrize("idle", [True, False])
 def test_point_to_point_traffic_during_slow_training_is_followed(canaries: int, idle: bool) -> None:
+    """By the gradient's own elements. Without any, a mirror that lags behind the markers would look the same."""
     job = trained(2)
     for _ in range(5):
         job.reduction()
@@ -273,7 +292,8 @@ def test_point_to_point_traffic_during_slow_training_is_followed(canaries: int, 
         job.optimizer_step(canaries=canaries)
         job.wait(SECOND)
     follower = Follower(job).run(idle=idle)
-    follower.check(7)
+    follower.check(7 if canaries else 2)
+    assert (follower.lost is None) == bool(canaries)
     assert any(isinstance(e, Notice) and "point-to-point" in e.text for e in follower.events)
 
 
