@@ -206,7 +206,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# The others are for `make test-all`.
+FEW = ("default", "two a node")
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_the_switch_mirrors_exactly_the_named_ports(name: str, folder: Path, capfd, monkeypatch) -> None:
     ranks, per_node, mirrors, ports, more = CASES[name]
     chosen = None if mirrors is None else tuple(Mirror(*mirror) for mirror in mirrors)
@@ -293,6 +297,7 @@ def test_an_ordinary_user_needs_no_rights(folder: Path) -> None:
     assert seen(folder)["tcp"] > 1_000_000
 
 
+@pytest.mark.slow
 def test_where_namespaces_are_forbidden_the_lab_says_what_to_do(folder: Path) -> None:
     # A user namespace that may have no network namespaces: the kernel refuses as on a locked-down host.
     limit = """
@@ -330,7 +335,11 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("status", 3), ("SIGKILL", 137), ("SIGSEGV", 139)])
+@pytest.mark.parametrize(("how", "status"), [
+    ("status", 3),
+    pytest.param("SIGKILL", 137, marks=pytest.mark.slow),
+    pytest.param("SIGSEGV", 139, marks=pytest.mark.slow),
+])
 def test_exit_status_is_that_of_the_first_rank_to_fail(how: str, status: int, folder: Path, capfd) -> None:
     config = config_for(folder, EXITS, ranks=3, grace=0.5)
     config = replace(config, command=(config.command[0], how))
@@ -449,7 +458,9 @@ def test_kill_9_leaves_no_process_no_namespace_no_mount_no_file(folder: Path) ->
     assert Path("/proc/self/mountinfo").read_text() == mounts
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [
+    (signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)
+])
 def test_a_signal_ends_the_lab_in_order(number: int, status: int, folder: Path) -> None:
     with outside(folder, config_for(folder, SLEEP, ranks=2)) as (process, output):
         assert any("asleep" in line for line in output)
@@ -470,6 +481,7 @@ for count in range(3000):
 """
 
 
+@pytest.mark.slow
 def test_management_goes_down_while_training_goes_on(folder: Path) -> None:
     with Lab(config_for(folder, BEACON)) as lab:
         store = folder / "store" / "seen.json"
@@ -537,7 +549,9 @@ def test_a_daemon_that_dies_is_reported_and_training_goes_on(folder: Path, capfd
     assert "[lab] the daemon ended with status 4: training goes on uncovered\n" in output.err
 
 
-@pytest.mark.parametrize(("status", "kind"), [(5, FlowcheckError), (77, NoPermission)])
+@pytest.mark.parametrize(("status", "kind"), [
+    (5, FlowcheckError), pytest.param(77, NoPermission, marks=pytest.mark.slow)
+])
 def test_a_daemon_that_does_not_start_fails_the_lab(status: int, kind: type, folder: Path, capfd) -> None:
     (folder / "fails.py").write_text(
         f"import sys; print('no such port', file=sys.stderr); sys.exit({status})"
@@ -553,6 +567,7 @@ def test_a_daemon_that_does_not_start_fails_the_lab(status: int, kind: type, fol
     assert "trained" not in output.out
 
 
+@pytest.mark.slow
 def test_a_daemon_that_never_listens_or_never_ends_meets_its_deadline(folder: Path) -> None:
     (folder / "mute.py").write_text("import time; time.sleep(600)")
     silent = config_for(folder, TALK, daemon=(sys.executable, str(folder / "mute.py")), daemon_start=0.5)
@@ -567,6 +582,7 @@ def test_a_daemon_that_never_listens_or_never_ends_meets_its_deadline(folder: Pa
         run(deaf)
 
 
+@pytest.mark.slow
 def test_a_caller_supplied_endpoint_is_used_and_too_long_ones_are_refused(folder: Path, capfd) -> None:
     config = config_for(folder, "", listen=f"ipc://{folder}/here")
     assert run(config) == 0
