@@ -1,0 +1,112 @@
+"""What cannot be read is named with its remedy; packets, settings and log lines that show it, and those that do not."""
+
+from __future__ import annotations
+
+import pytest
+from tcp_frames import tcp_frame
+from test_nccl_group import group
+from test_nccl_guess import sent
+
+from reconstruct.nccl_group import edges
+from reconstruct.nccl_refusals import REFUSALS, from_log, from_settings, infiniband_frame, reduce_scatter, tls_record
+from reconstruct.nccl_schedule import ALLREDUCE, BROADCAST, LL, LL128, RING, SIMPLE
+from reconstruct.nccl_split import Collective
+
+
+def test_every_refusal_says_what_to_do_and_what_it_costs() -> None:
+    asked = {"reduce-scatter", "nvls", "collnet", "pat", "tls", "infiniband", "efa", "registered-buffers", "net-plugin",
+             "adaptive-routing", "unknown-version"}  # fmt: skip
+    assert asked <= set(REFUSALS)
+    for name, refusal in REFUSALS.items():
+        assert refusal.name == name and all((refusal.title, refusal.seen, refusal.why, refusal.remedy, refusal.cost))
+        assert refusal.remedy in str(refusal) and refusal.cost in str(refusal) and "\n" not in str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"NCCL_COLLNET_ENABLE": "1"}, "collnet"),
+        ({"NCCL_NET_PLUGIN": "aws-ofi"}, "net-plugin"),
+        ({"NCCL_NET": "AWS Libfabric"}, "net-plugin"),
+        ({"NCCL_TUNER_PLUGIN": "libnccl-tuner.so"}, "tuner"),
+        ({"NCCL_IB_OOO_RQ": "1"}, "receiver-matching"),
+        ({"NCCL_GRAPH_REGISTER": "1"}, "registered-buffers"),
+        ({"NCCL_BUFFSIZE": "8388608"}, "buffer-sizes"),
+        ({"NCCL_NTHREADS": "256"}, "buffer-sizes"),
+    ],
+)
+def test_settings_that_make_a_job_unreadable(settings: dict[str, str], name: str) -> None:
+    ((given, refusal),) = from_settings(settings | {"NCCL_DEBUG": "INFO"})
+    assert refusal is REFUSALS[name] and given == "=".join(*settings.items())
+
+
+def test_settings_that_do_not() -> None:
+    assert from_settings({}) == []
+    assert from_settings({"NCCL_COLLNET_ENABLE": "0", "NCCL_NET_PLUGIN": "none", "NCCL_TUNER_PLUGIN": "",
+                          "NCCL_IB_OOO_RQ": "0", "NCCL_LOCAL_REGISTER": "0", "NCCL_BUFFSIZE": "4194304",
+                          "NCCL_NET": "IB", "NCCL_ALGO": "Ring"}) == []  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("n1:7:9 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>", "infiniband"),
+        ("n1:7:9 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/AWS Libfabric/0/GDRDMA", "efa"),
+        ("n1:7:9 [0] NCCL INFO Using network IBext_v8", "net-plugin"),
+        ("n1:7:9 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>", None),
+        ("n1:7:9 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA", None),
+        ("n1:7:9 [0] NCCL INFO Using network IB", None),
+        ("n1:7:9 [0] NCCL INFO Using network Socket", None),
+    ],
+)
+def test_lines_of_the_log(line: str, name: str | None) -> None:
+    assert from_log(line) is (None if name is None else REFUSALS[name])
+
+
+def lrh(words: int, following: int = 2, rest: bytes = b"") -> bytes:
+    return bytes([0x00, 0x20 | following, 0, 4, words >> 8, words & 255, 0, 9]) + rest
+
+
+def test_an_infiniband_frame_is_no_ethernet_frame() -> None:
+    body = bytes(12) + b"x" * 256 + bytes(4)
+    assert infiniband_frame(lrh((8 + len(body)) // 4, 2, body + bytes(2)))
+    assert infiniband_frame(lrh((48 + len(body)) // 4, 3, b"\x60" + bytes(39) + body + bytes(2)))
+    assert not infiniband_frame(lrh((48 + len(body)) // 4, 3, b"\x40" + bytes(39) + body + bytes(2)))
+    assert not infiniband_frame(lrh((8 + len(body)) // 4 + 5, 2, body + bytes(2)))
+    assert not infiniband_frame(b"") and not infiniband_frame(bytes(8))
+    for payload in (b"", b"x" * 100, b"x" * 1400):
+        assert not infiniband_frame(tcp_frame(payload))
+    assert not infiniband_frame(bytes.fromhex("0002c9a1b2c3e41d2d0102030800") + tcp_frame(b"y" * 64)[14:])
+
+
+def test_tls_begins_with_a_hello() -> None:
+    assert tls_record(bytes([22, 3, 1, 2, 0, 1]) + bytes(40)) and tls_record(bytes([22, 3, 3, 0, 90, 2]))
+    for other in (b"", b"\x16\x03\x01", bytes([22, 3, 1, 0, 0, 1]), bytes([23, 3, 3, 0, 90, 1]), b"GET / HTTP/1.1",
+                  bytes([22, 3, 9, 2, 0, 1]), bytes([22, 3, 1, 255, 255, 1])):  # fmt: skip
+        assert not tls_record(other)
+
+
+FULL = {LL: [65536], LL128: [614400], SIMPLE: [1048576, 1048576]}
+REST = {LL: [1600], LL128: [4096], SIMPLE: [40000, 0]}
+
+
+@pytest.mark.parametrize("protocol", [LL, LL128, SIMPLE])
+def test_reduce_scatters_have_half_the_messages(protocol: int) -> None:
+    for ranks in (3, 4, 8):
+        loops = (FULL[protocol] * (ranks - 1)) * 2 + REST[protocol] * (ranks - 1)
+        assert reduce_scatter(ranks, protocol, loops)
+        assert not reduce_scatter(ranks, protocol, loops[:-1])
+        assert not reduce_scatter(ranks, protocol, loops + REST[protocol] * (ranks - 1))
+        assert not reduce_scatter(ranks, protocol, [])
+    assert not reduce_scatter(2, protocol, FULL[protocol] * 2 + REST[protocol])
+
+
+@pytest.mark.parametrize("protocol", [LL, LL128, SIMPLE])
+@pytest.mark.parametrize("count", [1, 5000, 100_000, 3_000_000])
+def test_all_reduces_and_broadcasts_are_not_taken_for_them(protocol: int, count: int) -> None:
+    for ranks in (3, 4, 5):
+        known = group(ranks, 1, 1)
+        for edge in edges(known):
+            for kind in (ALLREDUCE, BROADCAST):
+                lengths = sent(known, Collective(kind, RING, protocol, count, 4), edge)
+                assert not reduce_scatter(ranks, protocol, lengths)
