@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import click
 
-from flowcheck.lab.config import LabConfig, Mirror
+from flowcheck.lab.config import TCP, TRANSPORTS, LabConfig, Mirror
+from flowcheck.lab.nccl_wire_job import ALGORITHMS, PROTOCOLS
 
 
 @click.command("lab", context_settings={"allow_interspersed_args": False})
 @click.option("--ranks", default=2, show_default=True, help="World size.")
-@click.option("--ranks-per-node", default=1, show_default=True, help="Ranks that share a node and its port.")
+@click.option(
+    "--gpus-per-node",
+    "--ranks-per-node",
+    "ranks_per_node",
+    default=1,
+    show_default=True,
+    help="Ranks that share a node and its ports.",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default=TCP,
+    show_default=True,
+    help="tcp: gloo as it is. roce: reduce and send as NCCL does, over RoCEv2.",
+)
+@click.option("--nccl-version", default="2.28.9", show_default=True, help="roce: NCCL release, 2.18 to 2.30.")
+@click.option("--algorithm", type=click.Choice(ALGORITHMS), help="roce: of all-reduces.  [default: by size]")
+@click.option("--protocol", type=click.Choice(PROTOCOLS), help="roce: how data lie in messages.  [default: by size]")
+@click.option("--channels", default=1, show_default=True, help="roce: rings, and trees, side by side.")
+@click.option("--rails", default=1, show_default=True, help="roce: network interfaces per node, shared by its ranks.")
 @click.option(
     "--mirror",
     "mirrors",
     multiple=True,
     metavar="RANK:in|out|both",
-    help="Mirror this rank's switch port: in = what it sends. Repeatable; none: no mirror. [default: 1:both]",
+    help="Mirror this rank's switch port: in = what it sends. Repeatable; none: no mirror.  "
+    "[default: all ports of rank 1's node]",
 )
-@click.option("--mtu", default=1500, show_default=True, help="MTU of the training network.")
+@click.option(
+    "--mtu",
+    default=0,
+    help="MTU of the training network, or RDMA path MTU (1024, 4096).  [default: 1500, roce: 1024]",
+)
 @click.option(
     "--rendezvous",
     type=click.Choice(["training", "management"]),
@@ -44,6 +69,12 @@ def lab_command(
     context: click.Context,
     ranks: int,
     ranks_per_node: int,
+    transport: str,
+    nccl_version: str,
+    algorithm: str | None,
+    protocol: str | None,
+    channels: int,
+    rails: int,
     mirrors: tuple[str, ...],
     mtu: int,
     rendezvous: str,
@@ -57,8 +88,8 @@ def lab_command(
 ) -> None:
     """Run a training script on a virtual cluster, with its traffic mirrored to flowcheck's daemon.
 
-    Every rank runs in a node of its own, joined by a switch (a Linux bridge) whose ports the kernel mirrors.
-    Works as root and as an ordinary user, needs no system package and leaves nothing behind.
+    Every rank runs in a node of its own, or several in one; a switch (a Linux bridge) joins them, whose ports the
+    kernel mirrors. Works as root and as an ordinary user, needs no system package and leaves nothing behind.
 
     Exit status: 0 if all ranks are 0, else that of the first rank to fail (128 + signal); 1 or 77 if the lab
     itself failed.
@@ -73,6 +104,12 @@ def lab_command(
         command=command,
         ranks=ranks,
         ranks_per_node=ranks_per_node,
+        transport=transport,
+        nccl_version=nccl_version,
+        algorithm=algorithm,
+        protocol=protocol,
+        channels=channels,
+        rails=rails,
         mirrors=chosen,
         mtu=mtu,
         rendezvous=rendezvous,

@@ -6,12 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flowcheck.errors import UsageError
+from flowcheck.lab.addresses import Port
+from flowcheck.lab.nccl_wire_job import ALGORITHMS, FRAME_HEADERS, PROTOCOLS, Job
 
 MAX_NODES = 200
 DIRECTIONS = {"in": ("in",), "out": ("out",), "both": ("in", "out")}
 NETWORKS = ("training", "management")
+TCP, ROCE = TRANSPORTS = ("tcp", "roce")
+PATH_MTUS = (1024, 4096)
 # A unix socket's address holds 108 bytes, the last one is zero.
 MAX_IPC_PATH = 107
 
@@ -38,8 +43,13 @@ class Mirror:
 class LabConfig:
     """One lab.
 
+    `transport` tcp: trainers use what they ask for, gloo over the kernel's TCP. roce: whatever they ask for, the
+    lab's own backend reduces as the NCCL release `nccl_version` would, and sends what NCCL would send over RoCEv2;
+    `algorithm` and `protocol` None are chosen by size, as NCCL does.
+    A node's `rails` interfaces are shared by its ranks: each uses that of its local rank modulo rails.
+    `mtu`: of the interfaces (0: 1500); for roce the RDMA path MTU, 1024 or 4096 (0: 1024).
     `command` is what Python runs on every rank: `("train.py", "--lr", "1")` or `("-m", "package.train")`.
-    `mirrors` None means both directions of rank 1's port (rank 0's if it is alone); `()` mirrors nothing.
+    `mirrors` None means both directions of all ports of rank 1's node (rank 0's if it is alone); `()` mirrors nothing.
     `daemon` None runs flowcheck's own; another command gets the same options appended; `()` runs none.
     `trainer_cpus` and `daemon_cpus` pin the processes to those CPUs. `env` overrides what trainers find.
     Times are in seconds: `grace` is how long ranks may go on after the first one failed.
@@ -49,7 +59,13 @@ class LabConfig:
     ranks: int = 2
     ranks_per_node: int = 1
     mirrors: tuple[Mirror, ...] | None = None
-    mtu: int = 1500
+    transport: str = TCP
+    nccl_version: str = "2.28.9"
+    algorithm: str | None = None
+    protocol: str | None = None
+    channels: int = 1
+    rails: int = 1
+    mtu: int = 0
     rendezvous: str = "training"
     ipv6: bool = False
     monitor_offload: bool = True
@@ -71,8 +87,9 @@ class LabConfig:
             raise UsageError("a lab needs at least one rank and one rank per node")
         if self.nodes > MAX_NODES:
             raise UsageError(f"{self.nodes} nodes are too many (at most {MAX_NODES}): raise --ranks-per-node")
+        self._check_transport()
         smallest = 1280 if self.ipv6 else 576
-        if not smallest <= self.mtu <= 65535:
+        if not smallest <= self.interface_mtu <= 65535:
             raise UsageError(f"an MTU of {self.mtu} is not possible here: choose {smallest} to 65535")
         if self.rendezvous not in NETWORKS:
             raise UsageError(f"there is no network {self.rendezvous!r}: rendezvous is training or management")
@@ -83,6 +100,39 @@ class LabConfig:
                 )
         if self.listen is not None:
             self._check_endpoint(self.listen)
+
+    def _check_transport(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise UsageError(f"there is no transport {self.transport!r}: choose tcp or roce")
+        roce = self.transport == ROCE
+        if self.mtu == 0:
+            object.__setattr__(self, "mtu", PATH_MTUS[0] if roce else 1500)
+        if roce:
+            if self.mtu not in PATH_MTUS:
+                raise UsageError(f"a path MTU of {self.mtu} is not possible here: choose 1024 or 4096")
+            for value, known in ((self.algorithm, ALGORITHMS), (self.protocol, PROTOCOLS)):
+                if value is not None and value not in known:
+                    raise UsageError(f"NCCL has no {value!r}: choose {', '.join(known)}")
+            self.job()
+        elif self.rails != 1:
+            raise UsageError("several rails need --transport roce: TCP uses one interface")
+
+    def job(self) -> Job:
+        """The communicator of all ranks. Raises UsageError for what NCCL does not have."""
+        return Job(self.ranks, **self.nccl())
+
+    def nccl(self) -> dict[str, Any]:
+        """The fields of `Job` that do not depend on a communicator."""
+        return {
+            "gpus_per_node": self.ranks_per_node,
+            "version": self.nccl_version,
+            "algorithm": self.algorithm,
+            "protocol": self.protocol,
+            "channels": self.channels,
+            "rails": self.rails,
+            "mtu": self.mtu,
+            "ipv6": self.ipv6,
+        }
 
     @staticmethod
     def _check_endpoint(endpoint: str) -> None:
@@ -104,12 +154,24 @@ class LabConfig:
         first = self.node_of(rank) * self.ranks_per_node
         return min(self.ranks_per_node, self.ranks - first)
 
-    def mirrored_ports(self) -> list[tuple[int, str]]:
-        """(node, "in" | "out") of every mirrored direction, each once: twice would double its frames."""
-        mirrors = self.mirrors
-        if mirrors is None:
-            mirrors = (Mirror(min(1, self.ranks - 1), "both"),)
-        ports = {(self.node_of(m.rank), direction) for m in mirrors for direction in DIRECTIONS[m.direction]}
+    @property
+    def interface_mtu(self) -> int:
+        """Of the training interfaces: they must hold whole RoCE packets."""
+        return max(1500, self.mtu + FRAME_HEADERS) if self.transport == ROCE else self.mtu
+
+    @property
+    def ports(self) -> list[Port]:
+        return [Port(node, rail) for node in range(self.nodes) for rail in range(self.rails)]
+
+    def port_of(self, rank: int) -> Port:
+        return Port(self.node_of(rank), rank % self.ranks_per_node % self.rails)
+
+    def mirrored_ports(self) -> list[tuple[Port, str]]:
+        """(port, "in" | "out") of every mirrored direction, each once: twice would double its frames."""
+        if self.mirrors is None:
+            node = self.node_of(min(1, self.ranks - 1))
+            return [(Port(node, rail), way) for rail in range(self.rails) for way in DIRECTIONS["both"]]
+        ports = {(self.port_of(m.rank), direction) for m in self.mirrors for direction in DIRECTIONS[m.direction]}
         return sorted(ports)
 
 

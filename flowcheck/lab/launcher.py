@@ -22,7 +22,7 @@ from typing import Any
 
 from flowcheck.errors import FlowcheckError, NoPermission
 from flowcheck.lab import topology
-from flowcheck.lab.config import MAX_IPC_PATH, LabConfig, check_command
+from flowcheck.lab.config import MAX_IPC_PATH, ROCE, LabConfig, check_command
 from flowcheck.lab.output import LinePrefixer, write_all
 from flowcheck.lab.supervisor import DAEMON, LineReader, to_json
 
@@ -30,6 +30,8 @@ from flowcheck.lab.supervisor import DAEMON, LineReader, to_json
 TERMINATE = 5.0
 BUILD = 60.0
 _SLICE = 0.2
+# torch loads what is announced here when it is imported: its documented way for backends from outside.
+_ENTRY_POINTS = "[torch.backends]\nflowcheck-lab = flowcheck.lab.nccl_backend:register\n"
 
 
 class Interrupted(BaseException):
@@ -158,7 +160,21 @@ class Lab:
         self._first_failure = None
         self._escalation = []
         self._running |= {f"rank {rank}" for rank in range(self.config.ranks)}
-        self._do("train", argv=[sys.executable, *command], env={**child_environment(), **(env or {})})
+        self._do("train", argv=[sys.executable, *command], env={**self._trainer_environment(), **(env or {})})
+
+    def _trainer_environment(self) -> dict[str, str]:
+        """For the lab's NCCL: where its backend is announced to torch, and where NCCL's log goes."""
+        env = child_environment()
+        if self.config.transport == ROCE:
+            logs = Path(str(self._folder), "nccl")
+            logs.mkdir(exist_ok=True)
+            env["NCCL_DEBUG_FILE"] = f"{logs}/%h.%p"
+            announced = Path(str(self._folder), "autoload", "flowcheck_lab-1.dist-info")
+            announced.mkdir(parents=True, exist_ok=True)
+            (announced / "METADATA").write_text("Metadata-Version: 2.1\nName: flowcheck-lab\nVersion: 1\n")
+            (announced / "entry_points.txt").write_text(_ENTRY_POINTS)
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(announced.parent))))
+        return env
 
     @property
     def running(self) -> list[int]:

@@ -1,12 +1,13 @@
 """The lab's networks: addresses, and the links, bridges and port mirroring that the kernel is asked for.
 
-Every node has `train0` on the switch and `mgmt0` on a second bridge that is never mirrored. The checkpoint
-node has `mgmt0` and `mon0`, where the copies of the mirrored switch ports arrive.
+Every node has `train0` (and `train1`, .. for more rails) on the switch and `mgmt0` on a second bridge that is never
+mirrored. The checkpoint node has `mgmt0` and `mon0`, where the copies of the mirrored switch ports arrive.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import struct
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowcheck.errors import FlowcheckError
-from flowcheck.lab.config import LabConfig
+from flowcheck.lab import addresses
+from flowcheck.lab.addresses import Port, training_interface, training_mac
+from flowcheck.lab.config import ROCE, LabConfig
 from flowcheck.lab.namespaces import enter_network
 
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
-TRAINING, MANAGEMENT, MONITOR = "train0", "mgmt0", "mon0"
+TRAINING, MANAGEMENT, MONITOR = training_interface(0), "mgmt0", "mon0"
 MASTER_PORT = 29500
 DAEMON_PORT = 7700
 # The checkpoint node's place in the management network, behind all nodes that a lab may have.
@@ -38,6 +41,7 @@ _ETH_P_ALL = 3
 _HOOKS = {"in": 0xFFFFFFF2, "out": 0xFFFFFFF3}
 _ADDR_GEN_NONE = 1
 _IFA_F_NODAD = 0x02
+_NUD_NOARP, _NTF_MASTER = 0x40, 0x04
 
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _SIOCETHTOOL = 0x8913, 0x8914, 0x8946
 _IFF_UP = 1
@@ -45,7 +49,8 @@ _ETHTOOL_STXCSUM, _ETHTOOL_STSO, _ETHTOOL_SGSO = 0x17, 0x1F, 0x24
 
 
 def training_address(config: LabConfig, node: int) -> str:
-    return f"fd77::{node + 1:x}" if config.ipv6 else f"10.77.0.{node + 1}"
+    """Of the node's first interface."""
+    return addresses.training_address(Port(node, 0), config.ipv6)
 
 
 def management_address(node: int) -> str:
@@ -69,9 +74,10 @@ def hosts(config: LabConfig) -> str:
     addresses in their IPv6 form, so each has a second line with a name of its own.
     """
     names = {management_address(_CHECKPOINT_NODE): "checkpoint"}
-    for node in range(config.nodes):
-        names[training_address(config, node)] = f"node{node}"
-        names[management_address(node)] = f"node{node}-mgmt"
+    for port in config.ports:
+        name = f"node{port.node}" + (f"-rail{port.rail}" if port.rail else "")
+        names[addresses.training_address(port, config.ipv6)] = name
+        names[management_address(port.node)] = f"node{port.node}-mgmt"
     mapped = {f"::ffff:{address}": f"{name}.lab" for address, name in names.items() if ":" not in address}
     return "".join(f"{address} {name}\n" for address, name in {**names, **mapped}.items())
 
@@ -89,16 +95,20 @@ def build(config: LabConfig, switch: int, checkpoint: int, nodes: Sequence[int])
         enter_network(switch)
         _quiet_ipv6(disable=True)
         with IPRoute() as route:
-            _bridge(route, _SWITCH, config.mtu)
+            _bridge(route, _SWITCH, config.interface_mtu)
             _bridge(route, _MANAGEMENT_SWITCH, 1500)
             step = "the links"
             for node, namespace in enumerate(nodes):
                 _in_namespace(namespace, switch, lambda: _quiet_ipv6(disable=not config.ipv6))
-                _cable(route, f"port{node}", TRAINING, namespace, config.mtu, _SWITCH)
+                for port in (port for port in config.ports if port.node == node):
+                    far = training_interface(port.rail)
+                    _cable(route, _port_name(port), far, namespace, config.interface_mtu, _SWITCH)
+                    if config.transport == ROCE:
+                        _know(route, port)
                 _cable(route, management_port(node), MANAGEMENT, namespace, 1500, _MANAGEMENT_SWITCH)
             _in_namespace(checkpoint, switch, lambda: _quiet_ipv6(disable=True))
             _cable(route, "mgmt-check", MANAGEMENT, checkpoint, 1500, _MANAGEMENT_SWITCH)
-            _cable(route, _MIRROR, MONITOR, checkpoint, min(config.mtu + _MIRROR_HEADROOM, 65535), None)
+            _cable(route, _MIRROR, MONITOR, checkpoint, min(config.interface_mtu + _MIRROR_HEADROOM, 65535), None)
             if not config.monitor_offload:
                 step = "the monitor port's offloads"
                 offloads_off(_MIRROR)
@@ -109,7 +119,8 @@ def build(config: LabConfig, switch: int, checkpoint: int, nodes: Sequence[int])
             enter_network(namespace)
             with IPRoute() as route:
                 _up(route, "lo")
-                _address(route, TRAINING, training_address(config, node))
+                for port in (port for port in config.ports if port.node == node):
+                    _address(route, training_interface(port.rail), addresses.training_address(port, config.ipv6))
                 _address(route, MANAGEMENT, management_address(node))
         enter_network(checkpoint)
         with IPRoute() as route:
@@ -121,6 +132,11 @@ def build(config: LabConfig, switch: int, checkpoint: int, nodes: Sequence[int])
         raise FlowcheckError(
             f"the kernel refused {step}: {message}; load its modules or use another"
         ) from error
+
+
+def _port_name(port: Port) -> str:
+    """The name of a switch port in the training bridge."""
+    return f"port{port.node}" + (f"-{port.rail}" if port.rail else "")
 
 
 def management_port(node: int) -> str:
@@ -170,6 +186,16 @@ def _cable(route: IPRoute, near: str, far: str, namespace: int, mtu: int, bridge
     route.link("set", index=_index(route, near), **settings)
 
 
+def _know(route: IPRoute, port: Port) -> None:
+    """Tell the switch where made frames go: it must not send them everywhere until it has learned it.
+
+    Their address is not that of the interface, so the node's own stack does not answer them.
+    """
+    mac = ":".join(f"{byte:02x}" for byte in training_mac(port))
+    index = _index(route, _port_name(port))
+    route.fdb("add", ifindex=index, lladdr=mac, state=_NUD_NOARP, flags=_NTF_MASTER)
+
+
 def _address(route: IPRoute, name: str, address: str) -> None:
     index = _index(route, name)
     if ":" in address:
@@ -182,14 +208,14 @@ def _address(route: IPRoute, name: str, address: str) -> None:
 def _mirror(route: IPRoute, config: LabConfig) -> None:
     monitor = _index(route, _MIRROR)
     ports = config.mirrored_ports()
-    for node in sorted({node for node, _ in ports}):
-        route.tc("add", "clsact", _index(route, f"port{node}"))
+    for port in sorted({port for port, _ in ports}):
+        route.tc("add", "clsact", _index(route, _port_name(port)))
     copy = {"kind": "mirred", "direction": "egress", "action": "mirror", "ifindex": monitor}
-    for node, direction in ports:
+    for port, direction in ports:
         route.tc(
             "add-filter",
             "u32",
-            _index(route, f"port{node}"),
+            _index(route, _port_name(port)),
             parent=_HOOKS[direction],
             protocol=_ETH_P_ALL,
             prio=1,
@@ -231,8 +257,38 @@ def trainer_environment(config: LabConfig, rank: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         # A killed rank must not take its last lines with it.
         "PYTHONUNBUFFERED": "1",
+        **(_nccl_environment(config, rank) if config.transport == ROCE else {}),
         **config.env,
     }
+
+
+def _nccl_environment(config: LabConfig, rank: int) -> dict[str, str]:
+    """What a job with NCCL pinned like this lab has in its environment, and what the lab's backend needs to know."""
+    settings = {
+        **config.nccl(),
+        "interface": MANAGEMENT,
+        "address": management_address(config.node_of(rank)),
+    }
+    found = {
+        "FLOWCHECK_LAB_NCCL": json.dumps(settings),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,NET,ENV",
+        "NCCL_SOCKET_IFNAME": MANAGEMENT,
+        "NCCL_IB_HCA": ",".join(f"mlx5_{rail}" for rail in range(config.rails)),
+        "NCCL_MIN_NCHANNELS": str(config.channels),
+        "NCCL_MAX_NCHANNELS": str(config.channels),
+    }
+    if config.algorithm is not None:
+        name = {"ring": "Ring", "tree": "Tree", "nvlstree": "NVLSTree"}[config.algorithm]
+        # A bare name forbids broadcasts since 2.24 unless it is the ring's.
+        per_function = config.job().release >= (2, 24) and name != "Ring"
+        found["NCCL_ALGO"] = f"allreduce:{name.lower()}" if per_function else name
+    if config.algorithm == "nvlstree":
+        found["NCCL_NVLS_NCHANNELS"] = str(config.channels)
+    if config.protocol is not None:
+        found["NCCL_PROTO"] = {"ll": "LL", "ll128": "LL128", "simple": "Simple"}[config.protocol]
+    return found
 
 
 def build_in_child(config: LabConfig, switch: int, checkpoint: int, nodes: Sequence[int]) -> None:
