@@ -27,6 +27,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/roce.py
 	$(BIN)/python benchmarks/overhead.py
 
 clean:

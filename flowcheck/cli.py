@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 import click
 
 from flowcheck.config import DaemonConfig, load_config
+from flowcheck.doctor.command import doctor_command
 from flowcheck.errors import FlowcheckError, UsageError
+from flowcheck.inspect.command import inspect_command
 from flowcheck.lab.command import lab_command
 from flowcheck.plan_command import plan_command
 from flowcheck.switchconfig.command import switch_config_command
@@ -84,6 +86,16 @@ def main() -> None:
     "--landing-gib", type=click.FloatRange(min=0.001), default=8.0, show_default=True,
     help="Memory for gradients in flight.",
 )
+@click.option(
+    "--vantage", multiple=True, metavar="NAME=MEMBER,...",
+    help="Interfaces and tunnels ([KIND ]SOURCE>DESTINATION[#ID], * for any) that see the same fabric. "
+    "[default: all interfaces; every tunnel for itself]",
+)
+@click.option(
+    "--vxlan-port", type=click.IntRange(1, 65535), multiple=True, default=(4789,), show_default=True, metavar="PORT",
+    help="UDP port of VXLAN tunnels.",
+)
+@click.option("--nccl-version", metavar="V", help="NCCL's release, for jobs that do not tell it.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the optimizer [default: half of the cores].")
 @click.option("--insecure", is_flag=True, help="Allow addresses other than loopback without keys.")
 @click.option("--config", type=click.Path(path_type=Path), metavar="FILE.toml", help="Defaults for these options.")
@@ -163,5 +175,7 @@ def demo(steps: int, seed: int | None) -> int:
 
 
 main.add_command(lab_command, "lab")
+main.add_command(inspect_command, "inspect")
+main.add_command(doctor_command, "doctor")
 main.add_command(switch_config_command, "switch-config")
 main.add_command(plan_command, "plan")

@@ -13,7 +13,7 @@ import numpy as np
 
 from flowcheck.connection import Connection
 from flowcheck.description import JobDescription, TensorSpec, check_scheduler
-from flowcheck.errors import FlowcheckError, UsageError
+from flowcheck.errors import FlowcheckError, Revoked, UsageError
 from flowcheck.protocol import CHUNK, HEADER_KEY, WINDOW
 from flowcheck.sessions import digest
 from flowcheck.snapshot import Snapshot
@@ -23,6 +23,7 @@ from flowcheck.values import Reader, decode_value, text
 
 Progress = Callable[[int, int], None]
 """Called with (bytes received, bytes altogether)."""
+TRIES = 5
 
 
 def status(endpoint: str, timeout: float = 5.0) -> dict[str, Any]:
@@ -43,10 +44,21 @@ def fetch(
     """One whole step from the daemon at `endpoint`; every chunk is checked.
 
     run: None where the daemon follows one run only. timeout: seconds without any progress.
-    Raises NothingRestorable if the step is not held, FlowcheckError if the daemon is silent or cuts it.
+    Where training overtakes the reading, the latest step is asked for anew, `TRIES` times altogether.
+    Raises NothingRestorable if the step is not held, Revoked if it is no longer, FlowcheckError if the daemon is silent
+    or cuts it.
     """
     if step != "latest" and not isinstance(step, int):
         raise UsageError(f"step {step!r}: give 'latest' or a number")
+    for _ in range(TRIES - 1 if step == "latest" else 0):
+        with contextlib.suppress(Revoked):
+            return _fetch(endpoint, run, step, progress, timeout)
+    return _fetch(endpoint, run, step, progress, timeout)
+
+
+def _fetch(
+    endpoint: str, run: str | None, step: int | Literal["latest"], progress: Progress | None, timeout: float
+) -> Snapshot:
     with Connection(endpoint) as connection:
         opened = connection.request("fetch-begin", "fetch-open", timeout, run=run, step=step)
         session = opened["session"]

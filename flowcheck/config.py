@@ -3,12 +3,14 @@
     interface = ["mon0"]
     store = "/var/lib/flowcheck"
     every-steps = 50
+    vantage = ["fabric=mon0,mon1"]
 
 An option given on the command line wins.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ import click
 from click.core import ParameterSource
 
 from flowcheck.errors import BadConfig, UsageError
+
+_VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,9 @@ class DaemonConfig:
     ring_mib: int = 256
     block_kib: int = 1024
     landing_gib: float = 8.0
+    vantage: tuple[str, ...] = ()
+    vxlan_port: tuple[int, ...] = (4789,)
+    nccl_version: str | None = None
     threads: int | None = None
     insecure: bool = False
 
@@ -50,6 +57,10 @@ class DaemonConfig:
             raise UsageError("-r needs --job FILE (the job that was recorded) or --observe")
         if self.interfaces and self.job is not None:
             raise UsageError("--job goes with -r: a live job attaches by itself")
+        if self.observe and self.nccl_version is not None:
+            raise UsageError("--nccl-version is for a job that attaches: leave out --observe")
+        if self.nccl_version is not None and not _VERSION.fullmatch(self.nccl_version.strip()):
+            raise UsageError(f"--nccl-version {self.nccl_version}: give a release, as in 2.19.4 or 2.19")
 
 
 def _check_kind(parameter: click.Option, value: Any) -> None:

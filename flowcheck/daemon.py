@@ -33,6 +33,7 @@ from flowcheck.persist import Persister
 from flowcheck.pipeline import Limits, Pipeline
 from flowcheck.server import Server
 from flowcheck.store import Store
+from flowcheck.vantages import Vantages
 from mirror.afpacket import AfPacketSource
 from mirror.block import Source
 from mirror.capfile import CaptureFileSource
@@ -56,12 +57,20 @@ def run(config: DaemonConfig) -> int:
     return Daemon(config).run()
 
 
-def open_sources(config: DaemonConfig) -> list[Source]:
+def declared_vantages(config: DaemonConfig) -> Vantages:
+    """The vantage groups that the options declare. Raises UsageError."""
+    return Vantages(config.vantage, config.interfaces or tuple(map(str, config.files)), config.vxlan_port)
+
+
+def open_sources(config: DaemonConfig, vantages: Vantages) -> list[Source]:
     """The capture sources that the options name."""
     if config.files:
-        return [CaptureFileSource(list(config.files))]
+        return [CaptureFileSource(config.files, vantage=[vantages.of_source(str(path)) for path in config.files])]
     blocks = max(2, (config.ring_mib << 10) // config.block_kib)
-    return [AfPacketSource(name, block_size=config.block_kib << 10, blocks=blocks) for name in config.interfaces]
+    return [
+        AfPacketSource(name, block_size=config.block_kib << 10, blocks=blocks, vantage=vantages.of_source(name))
+        for name in config.interfaces
+    ]
 
 
 def available_memory() -> int:
@@ -89,9 +98,10 @@ class Daemon:
         _warm_up_optimizer()
         self._live = bool(config.interfaces)
         limits = Limits(landings=int(config.landing_gib * (1 << 30)))
-        pipeline = Pipeline(limits, Waits())
+        vantages = declared_vantages(config)
+        pipeline = Pipeline(limits, Waits(), vantages, config.nccl_version)
         pipeline.warm_up()
-        sources = open_sources(config)
+        sources = open_sources(config, vantages)
         recorder = None if config.record is None else PcapRecorder(config.record)
         self._ready: queue.SimpleQueue[tuple[Job, StepReady | None] | None] = queue.SimpleQueue()
         self._capture = CaptureThread(
@@ -119,7 +129,6 @@ class Daemon:
             self._persister,
             log,
             lambda job: self._ready.put((job, None)),
-            apply_wait=1.0,
             memory_limit=available_memory(),
             gradient_limit=limits.landings,
         )
@@ -269,6 +278,8 @@ class Daemon:
         if job.halted or job.suspect is not None:
             return
         job.note_applied(ready.step, ready.confirmed)
+        job.pace.step(ready.time)
+        job.shadow.apply_wait = job.pace.wait
         job.shadow.apply(ready.step, ready.gradients, [dict(group) for group in ready.groups])
         if self._live:
             job.lag_ms = (time.time_ns() - ready.time) / 1e6

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowcheck.nccl_record import NcclRecord
 from flowcheck.specs import (
     ITEMSIZE,
     MAX_TENSORS,
@@ -39,6 +40,7 @@ __all__ = [
     "GroupRecord",
     "GroupSpec",
     "JobDescription",
+    "NcclRecord",
     "OptimizerSpec",
     "ParameterSpec",
     "TensorSpec",
@@ -48,7 +50,8 @@ __all__ = [
     "encode_value",
 ]
 
-VERSION = 1
+VERSION = 2
+BACKENDS = ("gloo", "nccl")
 
 MAX_RANKS = 1 << 16
 MAX_CONTEXTS = 64
@@ -134,9 +137,10 @@ class DdpSpec:
 class GroupRecord:
     """DDP's process group on the network.
 
-    `contexts[c][rank]` is the (ip, port) that group rank listens on in gloo context c; `sequence` is c10d's
-    sequence number at attach, the tag of the next collective; `sockets` are (rank, local ip, local port,
-    remote ip, remote port), the established connections that each rank had with a peer at attach.
+    `sequence` is c10d's sequence number at attach, the tag of the next collective; `vantage` the name of the
+    daemon's vantage group that shows the traffic, None for any. For gloo: `contexts[c][rank]` is the (ip, port)
+    that group rank listens on in context c; `sockets` are (rank, local ip, local port, remote ip, remote port),
+    the established connections that each rank had with a peer at attach. For NCCL: `nccl`.
     """
 
     name: str
@@ -144,6 +148,9 @@ class GroupRecord:
     contexts: list[dict[int, tuple[str, int]]]
     sequence: int
     sockets: list[tuple[int, str, int, str, int]] = field(default_factory=list)
+    backend: str = "gloo"
+    nccl: NcclRecord | None = None
+    vantage: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -152,6 +159,9 @@ class GroupRecord:
             "contexts": [[[rank, ip, port] for rank, (ip, port) in sorted(c.items())] for c in self.contexts],
             "sequence": self.sequence,
             "sockets": [list(socket) for socket in self.sockets],
+            "backend": self.backend,
+            "nccl": None if self.nccl is None else self.nccl.to_json(),
+            "vantage": self.vantage,
         }
 
     @classmethod
@@ -174,9 +184,18 @@ class GroupRecord:
                 integer(peer_port, where, 0, 65535),
             )
 
+        backend = reader.text("backend", 16)
+        if backend not in BACKENDS:
+            raise reader.fail("backend", f"{backend!r} is not one of {', '.join(BACKENDS)}")
+        nccl = reader.raw("nccl")
+        if (nccl is not None) != (backend == "nccl"):
+            raise reader.fail("nccl", f"{'given' if nccl is not None else 'missing'} for backend {backend}")
         result = cls(
             name=reader.text("name"),
             world_size=world_size,
+            backend=backend,
+            nccl=None if nccl is None else NcclRecord.from_json(nccl, f"{path}.nccl", world_size),
+            vantage=None if reader.raw("vantage") is None else reader.text("vantage", 64),
             contexts=[
                 dict(context)
                 for context in reader.sequence(

@@ -21,6 +21,10 @@ class NothingRestorable(FlowcheckError):
     exit_code = 3
 
 
+class Revoked(FlowcheckError):
+    """A step that was being read is no longer held: its memory is needed. Asking again gives a newer one."""
+
+
 class VerificationFailed(FlowcheckError):
     """Stored bytes differ from their checksums, or files are missing."""
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowcheck import stepfolder
-from flowcheck.errors import NothingRestorable, UsageError, VerificationFailed
+from flowcheck.errors import NothingRestorable, Revoked, UsageError, VerificationFailed
 from flowcheck.job import Job
-from flowcheck.service import Revoked, snapshot_header
+from flowcheck.service import snapshot_header
 from flowcheck.snapshot import Snapshot
 from flowcheck.store import Store
 from reconstruct.shadow import Pin

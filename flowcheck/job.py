@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowcheck.description import JobDescription
+from flowcheck.pace import Pace
 from flowcheck.snapshot import Snapshot
 from reconstruct.lr import Predictor
 from reconstruct.markers import Canary
@@ -42,6 +43,7 @@ class Job:
     job_step: int = 0  # newest step that the trainer is known to have done
     lag_ms: float | None = None
     persisted: int | None = None
+    pace: Pace = field(default_factory=Pace)
     scheduler_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property

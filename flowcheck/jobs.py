@@ -15,6 +15,7 @@ from flowcheck import __version__
 from flowcheck.capture import CaptureThread
 from flowcheck.description import JobDescription
 from flowcheck.errors import FlowcheckError, UsageError
+from flowcheck.groups import same_trainers
 from flowcheck.handout import LiveFetch, StoredFetch, hand_out, stored_status
 from flowcheck.job import Job
 from flowcheck.jobfile import MarkerLog
@@ -41,8 +42,8 @@ class Jobs:
     """The jobs of one daemon. Implements `flowcheck.service.Service`.
 
     store, persister: None without `--store`. retired: called with a job that ended, on the capture thread, after its
-    last step was delivered. apply_wait: seconds that applying waits for readers of older steps; memory_limit: bytes
-    that the state of all jobs may take; gradient_limit: bytes of gradients in flight.
+    last step was delivered. memory_limit: bytes that the state of all jobs may take; gradient_limit: bytes of
+    gradients in flight.
     """
 
     def __init__(
@@ -54,7 +55,6 @@ class Jobs:
         log: Callable[[str], None],
         retired: Callable[[Job], None],
         *,
-        apply_wait: float,
         memory_limit: int,
         gradient_limit: int,
     ) -> None:
@@ -66,7 +66,6 @@ class Jobs:
         self._persister = persister
         self._log = log
         self._retired = retired
-        self._apply_wait = apply_wait
         self._memory_limit = memory_limit
         self._gradient_limit = gradient_limit
         self._lock = threading.Lock()
@@ -79,14 +78,19 @@ class Jobs:
     # attach
 
     def begin_attach(self, description: JobDescription) -> Attach:
-        """Allocate the shadow of a job that wants to attach. Raises UsageError when it does not fit in memory."""
+        """Allocate the shadow of a job that wants to attach. Raises UsageError when it does not fit in memory or its
+        process group cannot be followed here."""
+        try:
+            self._capture.pipeline.check(description)
+        except ValueError as error:
+            raise UsageError(f"the job cannot be followed: {error}") from error
         gradients = 2 * sum(p.spec.nbytes for p in description.parameters if p.index is not None)
         if gradients > self._gradient_limit:
             raise UsageError(
                 f"two steps of gradients take {gradients >> 20} MiB, the daemon may hold {self._gradient_limit >> 20}: "
                 "start it with a larger --landing-gib"
             )
-        shadow = Shadow(description, apply_wait=self._apply_wait)
+        shadow = Shadow(description)
         with self._lock:
             ended = [key for key, job in self.jobs.items() if job.ended]
             while ended and (len(ended) > MAX_ENDED or self._used() + shadow.planned_bytes > self._memory_limit):
@@ -125,7 +129,7 @@ class Jobs:
             others = [
                 other
                 for other in self.jobs.values()
-                if not other.ended and (other.run == job.run or _shares_group(other.description, description))
+                if not other.ended and (other.run == job.run or same_trainers(other.description, description))
             ]
             self._switch(job, others, attached, None if replaying else attached)
             for other in others:
@@ -285,6 +289,7 @@ class Jobs:
                 for source, c in zip(self._sources, counters, strict=True)
             ],
             "capture": pipeline,
+            "tunnels": self._capture.pipeline.tunnels(),
             "failure": None if self._capture.failure is None else str(self._capture.failure),
         }
         jobs = [job.status() for job in held]
@@ -298,12 +303,6 @@ class Jobs:
             jobs = [job for job in self.jobs.values() if (not job.ended if run is None else job.run == run)]
         ahead = {**self._ahead, **{job.run: job.job_step for job in jobs}}
         return hand_out(jobs, self._store, run, step, ahead)
-
-
-def _shares_group(one: JobDescription, other: JobDescription) -> bool:
-    """Whether two jobs name the same listeners: the same process group, so the same trainers."""
-    addresses = {address for context in one.group.contexts for address in context.values()}
-    return any(address in addresses for context in other.group.contexts for address in context.values())
 
 
 class Attach:

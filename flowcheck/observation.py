@@ -153,7 +153,7 @@ def _rest(report: Mapping[str, Any]) -> Iterator[str]:
     streams, frames, loss = report["streams"], report["frames"], report["loss"]
     not_tcp = frames["other_ip"] + frames["non_ip"]
     if streams["other"] or not_tcp:
-        roce = "; NCCL over RoCE is UDP and is not decoded yet" if frames["other_ip"] > frames["tcp"] else ""
+        roce = "; NCCL over RoCE is UDP: see `flowcheck inspect`" if frames["other_ip"] > frames["tcp"] else ""
         yield (
             f"not gloo: {streams['other']} TCP streams with {size_text(streams['other_bytes'])}, "
             f"{not_tcp} frames that are not TCP{roce}"

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from flowcheck import __version__
 from flowcheck.capture import DRAIN_SECONDS, EXPIRE_EVERY, QUIET_SECONDS, RING_DELAY
 from flowcheck.config import DaemonConfig
-from flowcheck.daemon import log, open_sources
+from flowcheck.daemon import declared_vantages, log, open_sources
 from flowcheck.description import JobDescription
 from flowcheck.errors import NothingRestorable, UsageError
 from flowcheck.journal import Journal
@@ -32,7 +32,7 @@ from flowcheck.observation import line, table
 from flowcheck.server import Server
 from mirror.block import Source
 from mirror.record import PcapRecorder
-from reconstruct.gloo_events import KIND_NAMES
+from reconstruct.decoder import KIND_NAMES
 from reconstruct.observer import Finished, Observer
 
 _LINE_SECONDS = 5.0
@@ -81,9 +81,10 @@ class _Watch:
         self._config = config
         self._live = bool(config.interfaces)
         self._stop = threading.Event()
-        self._observer = Observer()
+        vantages = declared_vantages(config)
+        self._observer = Observer(vantage=vantages.table)
         self._observer.warm_up()
-        self._sources = open_sources(config)
+        self._sources = open_sources(config, vantages)
         self._recorder = None if config.record is None else PcapRecorder(config.record)
         self._journal = None if config.journal is None else Journal(config.journal)
         self._service = _Status(self._status(self._report()))

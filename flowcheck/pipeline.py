@@ -7,75 +7,98 @@ thread uses a `Pipeline`; every wait inside is measured on the time that the cal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from flowcheck.description import GroupRecord, JobDescription
+from flowcheck.description import JobDescription
+from flowcheck.groups import gloo_group, nccl_group
+from flowcheck.vantages import Vantages
 from mirror.block import Block
 from mirror.frames import Flows
-from mirror.tcp import Spans, TcpReassembler
+from mirror.roce import QueuePairs, RoceReassembler
+from mirror.tcp import TcpReassembler
 from reconstruct import schedule
-from reconstruct.gloo import IGNORE, GlooDecoder, Group, Plan, Request
+from reconstruct.decoder import IGNORE, Decoder, Event, Plan, Request
+from reconstruct.gloo import GlooDecoder
 from reconstruct.landing import Landing
 from reconstruct.lr import Predictor
+from reconstruct.nccl import NcclDecoder
 from reconstruct.steps import StepTracker, TrackerEvent, Waits
 
+_RDMA_WRITE = (
+    bytes(12) + b"\x08\x00\x45\x00" + (68).to_bytes(2, "big") + bytes(4) + b"\x40\x11" + bytes(2)
+    + bytes((10, 0, 0, 1, 10, 0, 0, 2)) + bytes(2) + (4791).to_bytes(2, "big") + (48).to_bytes(2, "big") + bytes(2)
+    + b"\x0a\x00\xff\xff\x00\x00\x02\x00" + bytes(4) + bytes(12) + (8).to_bytes(4, "big") + bytes(8) + bytes(4)
+)  # fmt: skip
+"""A frame with an RDMA WRITE ONLY of 8 bytes: IPv4, UDP, BTH, RETH, payload, ICRC."""
 MAX_PENDING = 3
 """Steps handed out and not yet applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Memory that the pipeline may hold, in bytes, and the number of flows."""
+    """Memory that the pipeline may hold, in bytes, and the number of flows: for TCP and gloo, and again for RoCE and
+    NCCL. What is not used is not taken."""
 
     flows: int = 1 << 16
     reorder: int = 64 << 20
     landings: int = 8 << 30
 
 
-def connections(record: GroupRecord) -> dict[tuple[str, int, str, int], tuple[int, int]]:
-    """(source ip, source port, destination ip, destination port) -> (sender, receiver), both ways of each connection.
-
-    A connection is known when both of its ends reported it, or when one end did and the other is a listener.
-    """
-    owner = {(ip, port): rank for context in record.contexts for rank, (ip, port) in context.items()}
-    owner |= {(ip, port): rank for rank, ip, port, _, _ in record.sockets}
-    known = {}
-    for rank, ip, port, peer_ip, peer_port in record.sockets:
-        peer = owner.get((peer_ip, peer_port))
-        if peer is not None:
-            known[ip, port, peer_ip, peer_port] = (rank, peer)
-            known[peer_ip, peer_port, ip, port] = (peer, rank)
-    return known
-
-
 class Pipeline:
-    """Frames in, steps out, for any number of jobs at once."""
+    """Frames in, steps out, for any number of jobs at once.
 
-    def __init__(self, limits: Limits, waits: Waits) -> None:
+    vantages: declared groups of interfaces and tunnels; nccl_version: of jobs whose description lacks it.
+    """
+
+    def __init__(
+        self, limits: Limits, waits: Waits, vantages: Vantages | None = None, nccl_version: str | None = None
+    ) -> None:
+        self._vantages = Vantages() if vantages is None else vantages
         self.flows = Flows(limits.flows)
-        self.tcp = TcpReassembler(self.flows, reorder_bytes=limits.reorder)
-        self.decoder = GlooDecoder(self.flows, budget_bytes=limits.landings)
-        self.decoder.planner = self._plan
+        self.tcp = TcpReassembler(self.flows, reorder_bytes=limits.reorder, vantage=self._vantages.table)
+        self.gloo = GlooDecoder(self.flows, budget_bytes=limits.landings)
+        self.pairs = QueuePairs(limits.flows)
+        self.roce = RoceReassembler(self.pairs, held_bytes=limits.reorder)
+        self.tcp.segments.datagrams = self.roce.datagrams  # one walk of the frames fills both
+        self.nccl = NcclDecoder(self.pairs, self.roce, budget_bytes=limits.landings)
+        self.gloo.planner = self.nccl.planner = self._plan
         self.trackers: dict[str, StepTracker] = {}
+        self._decoders: dict[str, Decoder] = {}
         self._limits = limits
         self._waits = waits
+        self._nccl_version = nccl_version
+
+    def check(self, description: JobDescription) -> None:
+        """Raises FlowcheckError or ValueError, as `add_job` does, for a group that cannot be followed here."""
+        self._vantages.number(description.group.vantage)
+        if description.group.backend == "nccl":
+            nccl_group("", description.group, self._nccl_version)
 
     def add_job(
         self, key: str, description: JobDescription, predictor: Predictor, attached: int | None = None
     ) -> StepTracker:
         """Follow a job from now on. key: unique among the jobs followed; attached: see `StepTracker`.
 
-        Raises ValueError if its process group cannot be one or is followed already.
+        Raises ValueError or FlowcheckError if its process group cannot be one or is followed already.
         """
         record = description.group
-        self.decoder.add_group(Group(key, record.world_size, record.contexts, connections(record)))
+        vantage = self._vantages.number(record.vantage)
+        decoder: Decoder
+        if record.backend == "nccl":
+            facts = nccl_group(key, record, self._nccl_version)
+            self.nccl.add_group(facts, record.sequence, attached, vantage)
+            decoder = self.nccl
+        else:
+            self.gloo.add_group(gloo_group(key, record, vantage))
+            decoder = self.gloo
         try:
-            tracker = StepTracker(description, key, self.decoder, predictor, self._waits, attached)
+            tracker = StepTracker(description, key, decoder, predictor, self._waits, attached)
         except ValueError:
-            self.decoder.remove_group(key)
+            decoder.remove_group(key)
             raise
-        self.trackers[key] = tracker
+        self.trackers[key], self._decoders[key] = tracker, decoder
         return tracker
 
     def remove_job(self, key: str) -> None:
@@ -83,7 +106,7 @@ class Pipeline:
         tracker = self.trackers.pop(key, None)
         if tracker is not None:
             tracker.detach()
-            self.decoder.remove_group(key)
+            self._decoders.pop(key).remove_group(key)
 
     @property
     def full(self) -> bool:
@@ -99,18 +122,25 @@ class Pipeline:
 
     def feed(self, block: Block, now: int) -> None:
         """Take one block of frames. The block may be released when this returns."""
-        self._decode(self.tcp.feed(block, now), now)
+        self._take(self.gloo.feed(self.tcp.feed(block, now), now))
+        datagrams = self.roce.datagrams
+        if datagrams.n or self.pairs.count:
+            self._take(self.nccl.feed(self.roce.take(datagrams, block.base, now), now))
 
     def expire(self, now: int) -> None:
         """Let gaps that will not be filled any more become holes."""
-        self._decode(self.tcp.expire(now), now)
+        self._take(self.gloo.feed(self.tcp.expire(now), now))
+        if self.pairs.count:
+            self._take(self.nccl.feed(self.roce.expire(now), now))
 
     def flush(self, now: int) -> None:
         """The input has ended: every gap is a hole."""
-        self._decode(self.tcp.flush(now), now)
+        self._take(self.gloo.feed(self.tcp.flush(now), now))
+        if self.pairs.count:
+            self._take(self.nccl.feed(self.roce.flush(now), now))
 
-    def _decode(self, spans: Spans, now: int) -> None:
-        for event in self.decoder.feed(spans, now):
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
             tracker = self.trackers.get(event.group)
             if tracker is not None:
                 tracker.event(event)
@@ -121,7 +151,21 @@ class Pipeline:
 
     def counters(self) -> dict[str, int]:
         """Frames by what they were, bytes of holes, messages: everything that was counted since the start."""
-        return {**self.tcp.counters(), **self.decoder.counters}
+        gloo, nccl = self.gloo.counters, self.nccl.counters
+        return {
+            **self.tcp.counters(),
+            **gloo,
+            **{f"roce_{name}": count for name, count in self.roce.counters().items()},
+            **{f"nccl_{name}": count for name, count in nccl.items()},
+            "memory_bytes": gloo["memory_bytes"] + nccl["memory_bytes"],
+        }
+
+    def tunnels(self, most: int = 64) -> list[dict[str, Any]]:
+        """The tunnels through which most frames came: {tunnel, group, frames, cut}; group: None if not declared."""
+        return [
+            {"tunnel": str(seen.tunnel), "group": seen.group, "frames": seen.frames, "cut": seen.cut}
+            for seen in self._vantages.table.tunnels()[:most]
+        ]
 
     def warm_up(self) -> None:
         """Compile every kernel before the first frame arrives: a ring fills while a compiler runs."""
@@ -130,6 +174,12 @@ class Pipeline:
         pipeline.feed(Block(np.zeros(64, np.uint8), zero, size, size, zero, zero - 1), 0)
         pipeline.expire(0)
         pipeline.flush(0)
+        roce = pipeline.roce
+        for spans in (roce.take(roce.datagrams, np.zeros(1, np.uint8), 0), roce.expire(0), roce.flush(0)):
+            pipeline.nccl.feed(spans, 0)
+        write = np.frombuffer(bytearray(_RDMA_WRITE), np.uint8)
+        length = np.full(1, write.size)
+        pipeline.feed(Block(write, zero, length, length, zero, zero - 1), 0)
         for kernel in (schedule.first_length, schedule.total, schedule.lengths):
             kernel(64, 4, 2, 0)
         schedule.message(64, 4, 2, 0, 0)

@@ -23,8 +23,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from flowcheck import __version__, endpoints, protocol
-from flowcheck.errors import FlowcheckError
-from flowcheck.service import Revoked, Service
+from flowcheck.errors import FlowcheckError, Revoked
+from flowcheck.service import Service
 from flowcheck.sessions import Fetch, Peer, Upload, digest
 
 log = logging.getLogger(__name__)
@@ -383,7 +383,7 @@ class Server:
 
     def _cut(self, identity: bytes, kind: str, why: str) -> None:
         self.counters["cut"] += 1
-        self._fail(identity, kind, Revoked(f"the {kind} was cut: {why}"))
+        self._fail(identity, kind, FlowcheckError(f"the {kind} was cut: {why}"))
 
     def _later(
         self, identity: bytes, kind: str, call: Callable[[], Any], then: Callable[[Any], None]

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from flowcheck.description import JobDescription, encode_value
-from flowcheck.errors import FlowcheckError
 from flowcheck.snapshot import Snapshot
-
-
-class Revoked(FlowcheckError):
-    """A fetch was cut: its step's memory is needed, or it took too long. The client may ask again."""
 
 
 class AttachSession(Protocol):

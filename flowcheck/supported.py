@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from flowcheck.description import BACKENDS
 from flowcheck.errors import UsageError
 from flowcheck.specs import ITEMSIZE
 
@@ -63,9 +65,16 @@ def check_model(model: Any) -> None:
     hook = comm_hook(model)
     if hook is not None:
         raise Refused(f"the communication hook {hook} is not supported: it changes what is on the wire")
-    backend = model.process_group._get_backend(torch.device(model.device_type)).name()
-    if backend != "gloo":
-        raise Refused(f"the process group's backend {backend} is not followed yet, only gloo over TCP is")
+    backend = backend_of(model)
+    if backend not in BACKENDS:
+        raise Refused(f"the process group's backend {backend} is not followed, only {' and '.join(BACKENDS)} are")
+
+
+def backend_of(model: DistributedDataParallel) -> str:
+    """The name of the backend that reduces the model's gradients, as in gloo or nccl."""
+    group = model.process_group
+    name = str(group._get_backend(torch.device(model.device_type)).name())
+    return name if name in BACKENDS else str(dist.get_backend(group))
 
 
 def comm_hook(model: DistributedDataParallel) -> str | None:

@@ -17,14 +17,14 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from flowcheck import peers
+from flowcheck import nccl_facts, peers
 from flowcheck.agreement import Agreement
 from flowcheck.connection import Connection
 from flowcheck.describe import Live, describe, parse_layout
 from flowcheck.description import GroupRecord, check_run_name
 from flowcheck.errors import FlowcheckError, UsageError
 from flowcheck.stephook import StepMarker
-from flowcheck.supported import Refused
+from flowcheck.supported import Refused, backend_of
 from flowcheck.upload import upload
 
 ATTACH_TIMEOUT_S = 10.0
@@ -180,18 +180,19 @@ class _Attempt:
     def run(self) -> Handle:
         agreement = self._agreement()
         problem = None
+        network: dict[str, Any] = {}
         try:
             check_run_name(self._run)
             if type(self._step) is not int or self._step < 0:
                 raise Refused(f"step={self._step!r}: give the number of optimizer steps already done")
             self._live = describe(self._model, self._optimizer)
+            network = self._network()
         except Exception as error:
             problem = _failure(error)
         if agreement is None:
             return self._handle({"covered": False, **(problem or _failure(Refused("no process group")))})
         fingerprint = None if self._live is None else self._live.fingerprint()
-        sockets = [] if problem else peers.own_sockets()
-        agreement.contribute({"problem": problem, "fingerprint": fingerprint, "sockets": sockets})
+        agreement.contribute({"problem": problem, "fingerprint": fingerprint, **network})
         if self.rank != 0:
             return self._handle(agreement.outcome(COLLECT_S + UPLOAD_S + 600))
         outcome = {"covered": False, "kind": "FlowcheckError", "reason": "rank 0 was interrupted"}
@@ -232,7 +233,7 @@ class _Attempt:
         from reconstruct.lr import scheduler_state
 
         scheduler = None if self._scheduler is None else scheduler_state(self._scheduler)
-        group = self._group([contribution["sockets"] for contribution in contributions])
+        group = self._group(contributions)
         description = self._live.description(self._run, self._step, group, scheduler)
         self._connection = Connection(self._endpoint, send_queue=MARKER_QUEUE, heartbeat=True)
         self._connection.request("ping", "pong", _attach_timeout())
@@ -247,18 +248,34 @@ class _Attempt:
             "reasons": [str(reason) for reason in ack.get("reasons", [])],
         }
 
-    def _group(self, sockets: list[list[peers.Socket]]) -> GroupRecord:
+    def _network(self) -> dict[str, Any]:
+        """What this rank alone knows of the process group on the network."""
         group = self._model.process_group
-        store = distributed_c10d._world.pg_map[group][1]
-        contexts = peers.listeners(store, self._model.device_type, group.size())
-        known = [(rank, *socket) for rank, own in enumerate(sockets) for socket in peers.among(own, contexts)]
-        return GroupRecord(
+        if backend_of(self._model) == "nccl":
+            return {"nccl": nccl_facts.contribution(group.rank(), group.size())}
+        return {"sockets": peers.own_sockets()}
+
+    def _group(self, contributions: list[dict[str, Any]]) -> GroupRecord:
+        group = self._model.process_group
+        record = GroupRecord(
             name=distributed_c10d._world.pg_names[group],
             world_size=group.size(),
-            contexts=contexts,
+            contexts=[],
             sequence=group._get_sequence_number_for_group(),
-            sockets=known,
+            backend=backend_of(self._model),
+            vantage=os.environ.get("FLOWCHECK_VANTAGE") or None,
         )
+        if record.backend == "nccl":
+            record.nccl = nccl_facts.record([contribution["nccl"] for contribution in contributions])
+            return record
+        store = distributed_c10d._world.pg_map[group][1]
+        record.contexts = peers.listeners(store, self._model.device_type, group.size())
+        record.sockets = [
+            (rank, *socket)
+            for rank, contribution in enumerate(contributions)
+            for socket in peers.among(contribution["sockets"], record.contexts)
+        ]
+        return record
 
     def _handle(self, outcome: dict[str, Any]) -> Handle:
         self.kind = outcome.get("kind", "")

@@ -19,7 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-__all__ = ["FlowTable", "Flows", "add", "address_text", "address_words", "find", "mix"]
+from mirror.memory import int32s_at, int64s_at, rows_at, uint8s_at
+
+__all__ = ["FLOW_TABLE", "FlowTable", "Flows", "add", "address_text", "address_words", "find", "flow_table", "mix"]
 
 _SAMPLE = 64
 _V4_PREFIX = 0xFFFF << 32
@@ -43,6 +45,18 @@ class FlowTable(NamedTuple):
     pinned: np.ndarray
     # int64[6]: USED, HAND, EPOCH, SEED, EVICTED, FULL
     meta: np.ndarray
+
+
+FLOW_TABLE = 15
+"""Numbers that a FlowTable takes in a handle."""
+
+
+@njit(cache=True, nogil=True)
+def flow_table(where: np.ndarray, at: int) -> FlowTable:
+    """The table whose part of a handle (`mirror.memory.handle`) begins at `at`."""
+    h = where[at:]
+    return FlowTable(int32s_at(h[0], h[1]), rows_at(h[2], h[3], h[4]), int32s_at(h[5], h[6]), int64s_at(h[7], h[8]),
+                     uint8s_at(h[9], h[10]), uint8s_at(h[11], h[12]), int64s_at(h[13], h[14]))
 
 
 @njit(cache=True, nogil=True)

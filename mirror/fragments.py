@@ -22,10 +22,12 @@ import numpy as np
 from numba import njit
 
 from mirror.flows import mix
-from mirror.memory import address_of, copy, equal, load_be16, load_u8
+from mirror.memory import address_of, copy, equal, int64s_at, load_be16, load_u8, rows_at
 from mirror.roce_wire import icrc
 
-__all__ = ["FragmentTable", "Fragments", "checksum_fits", "icrc_fits", "renew", "take"]
+__all__ = [
+    "FRAGMENT_TABLE", "FragmentTable", "Fragments", "checksum_fits", "fragment_table", "icrc_fits", "renew", "take",
+]
 
 MAX_AGE = 1_000_000_000  # ns of frame time
 _SETS, _WAYS = 64, 4
@@ -48,6 +50,17 @@ class FragmentTable(NamedTuple):
     # addresses: one slot of 64 KiB for each row; the datagrams that became whole in this block
     slots: int
     whole: int
+
+
+FRAGMENT_TABLE = 7
+"""Numbers that a FragmentTable takes in a handle."""
+
+
+@njit(cache=True, nogil=True)
+def fragment_table(where: np.ndarray, at: int) -> FragmentTable:
+    """The table whose part of a handle (`mirror.memory.handle`) begins at `at`."""
+    h = where[at:]
+    return FragmentTable(rows_at(h[0], h[1], h[2]), int64s_at(h[3], h[4]), h[5], h[6])
 
 
 class Fragments:

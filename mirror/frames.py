@@ -11,7 +11,8 @@ Rules where frames lie or are cut:
 * IPv4 total length 0, or IPv6 payload length 0 without a jumbogram option (RFC 2675), means segmentation offload or
   BIG TCP: the frame's own length counts.
 * What a switch cut off is told by an IP length beyond the frame, or beyond the tunnel packet around it: the wire length
-  of the frame shows nothing. It is counted apart from what the snaplen cut off.
+  of the frame shows nothing. It is counted apart from what the snaplen cut off: every frame that is not whole is one of
+  "cut_by_snaplen" and "cut_by_switch". "truncated" are the TCP segments among them that lack payload.
 * IP fragments of TCP are refused: their bytes become a hole where the stream misses them. Those of tunnel packets are
   put together (`mirror.fragments`); what comes of it is believed if the inner packet's TCP checksum or ICRC is right.
 
@@ -30,20 +31,31 @@ from numba import njit
 
 from mirror.block import Block
 from mirror.decap import IPV4, IPV6, KINDS, MAX_TAGS, NO_TUNNEL, NOT_HERE, TTAG, gre, ttag, vxlan
-from mirror.flows import EPOCH, SEED, Flows, FlowTable, add, find, mix
-from mirror.fragments import Fragments, FragmentTable, checksum_fits, icrc_fits, renew, take
-from mirror.headers import LINKTYPES, ipv6_transport, link
-from mirror.memory import address_of, load_be16, load_be32, load_u8, prefetch
+from mirror.flows import EPOCH, FLOW_TABLE, SEED, Flows, add, find, flow_table, mix
+from mirror.fragments import FRAGMENT_TABLE, Fragments, checksum_fits, fragment_table, icrc_fits, renew, take
+from mirror.headers import ETHERNET, LINKTYPES, ipv6_transport, link, plain_udp
+from mirror.memory import (
+    address_of,
+    handle,
+    int32s_at,
+    int64s_at,
+    load_be16,
+    load_be32,
+    load_u8,
+    prefetch,
+    rows_at,
+)
 from mirror.tunnels import (
     CUT_FRAMES,
     FRAMES_IN,
     GROUP,
     TOUCHED,
     TUNNEL_SEED,
-    TunnelTable,
+    TUNNEL_TABLE,
     add_tunnel,
     find_tunnel,
     is_vxlan,
+    tunnel_table,
 )
 from mirror.vantage import Vantage
 
@@ -52,11 +64,12 @@ __all__ = ["COUNTERS", "Datagrams", "Flows", "Segments", "parse"]
 COUNTERS = (
     "frames", "tcp", "tcp_payload_bytes", "truncated", "vlan_tagged", "other_ip", "non_ip", "fragments",
     "malformed", "cut_header", "flow_table_full", "unknown_linktype", "roce",
-    "cut_by_switch", "outer_fragments", "outer_unproven", "unknown_tunnel", "too_deep", "tunnel_table_full", "ttag",
+    "cut_by_switch", "cut_by_snaplen", "outer_fragments", "outer_unproven", "unknown_tunnel", "too_deep",
+    "tunnel_table_full", "qinq", "ttag",
     *(kind.replace("-", "_") for kind in KINDS[1:]),
 )
 (FRAMES, TCP, PAYLOAD, TRUNCATED, TAGGED, OTHER_IP, NON_IP, FRAGMENTS, MALFORMED, CUT, TABLE_FULL, LINKTYPE, ROCE,
- CUT_BY_SWITCH, OUTER_FRAGMENTS, UNPROVEN, STRANGE_TUNNEL, TOO_DEEP, TUNNELS_FULL,
+ CUT_BY_SWITCH, CUT_BY_SNAPLEN, OUTER_FRAGMENTS, UNPROVEN, STRANGE_TUNNEL, TOO_DEEP, TUNNELS_FULL, QINQ,
  TTAGGED) = range(len(COUNTERS) - len(KINDS) + 1)
 
 FIN, SYN, RST, ACK = 0x01, 0x02, 0x04, 0x10
@@ -65,6 +78,7 @@ RECYCLED = 0x1000  # not on the wire: the flow id was taken from another flow; w
 _TCP, _UDP, _GRE = 6, 17, 47
 _ROCE_PORT = 4791  # destination port of RoCEv2 (IBTA annex A17); the source port is arbitrary
 _NO_DATAGRAMS = np.empty((0, 6), np.int64)
+_NO_HANDLE = np.empty(0, np.int64)
 _AHEAD = 8
 _STRANGE = 32
 _PLAIN, _JOINED = -1, -2
@@ -109,10 +123,33 @@ class Segments:
     strange: np.ndarray = field(default_factory=lambda: np.zeros((_STRANGE, 2), np.int64))
     """int64[n, 2]: code (see `unknown`) and count of types that were not read."""
 
+    _base: tuple[np.ndarray, int] = field(init=False, repr=False, default=(_NO_HANDLE, 0))
+    _kernel: tuple[tuple[object, ...], np.ndarray] = field(init=False, repr=False, default=((), _NO_HANDLE))
+
+    def handle(self, flows: Flows) -> np.ndarray:
+        """All that the kernel writes to, as `mirror.memory.handle`: made anew when one of the arrays is a new one."""
+        out = _NO_DATAGRAMS if self.datagrams is None else self.datagrams.numbers
+        parts = flows.table, self.vantage.table, self.fragments.table, self.vantage.depth, self.numbers, out
+        if len(self._kernel[0]) != len(parts) or any(a is not b for a, b in zip(self._kernel[0], parts, strict=True)):
+            self._kernel = parts, handle(
+                *flows.table, *self.vantage.table, *self.fragments.table, self.strange, self.counters,
+                self.vantage.depth, self.flow, self.flags, self.numbers, out)
+        return self._kernel[1]
+
     def counts(self) -> dict[str, int]:
         """The counters by name."""
         counts = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
         return counts | self.fragments.counts() | {"tunnels_evicted": self.vantage.evicted}
+
+    def encapsulations(self) -> dict[str, int]:
+        """Frames by what was taken off: "vlan" (one tag), "qinq" (more in a row), "ttag", and the kinds of tunnels.
+
+        A frame counts once for every header, so also for several kinds. Only what was seen is listed.
+        """
+        counts = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
+        found = {"vlan": counts["vlan_tagged"] - counts["qinq"], "qinq": counts["qinq"], "ttag": counts["ttag"]}
+        found |= {kind: counts[kind.replace("-", "_")] for kind in KINDS[1:]}
+        return {name: count for name, count in found.items() if count}
 
     def unknown(self, most: int = 8) -> list[tuple[str, int, int]]:
         """(place, type, frames) of the types most often not read, most first: half of the traffic may hide there.
@@ -140,15 +177,19 @@ def _note(strange: np.ndarray, code: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen: np.ndarray, ts: np.ndarray,
-           vlan: np.ndarray, vantage: int, linktype: int, table: FlowTable, flow_out: np.ndarray,
-           flags_out: np.ndarray, numbers: np.ndarray, counters: np.ndarray, datagrams: np.ndarray,
-           tunnels: TunnelTable, most: int, fragments: FragmentTable, strange: np.ndarray) -> tuple[int, int]:
+           vlan: np.ndarray, vantage: int, linktype: int, where: np.ndarray) -> tuple[int, int]:
+    table, tunnels = flow_table(where, 0), tunnel_table(where, FLOW_TABLE)
+    fragments = fragment_table(where, FLOW_TABLE + TUNNEL_TABLE)
+    rest = where[FLOW_TABLE + TUNNEL_TABLE + FRAGMENT_TABLE :]
+    strange, counters, most = rows_at(rest[0], rest[1], rest[2]), int64s_at(rest[3], rest[4]), rest[5]
+    flow_out, flags_out = int32s_at(rest[6], rest[7]), int32s_at(rest[8], rest[9])
+    numbers, datagrams = rows_at(rest[10], rest[11], rest[12]), rows_at(rest[13], rest[14], rest[15])
     table.meta[EPOCH] += 1
     epoch, seed = table.meta[EPOCH], table.meta[SEED]
     slots, key, touched = table.slots, table.key, table.touched
     known, ports, tunnel_seed = tunnels.rows, tunnels.ports, tunnels.meta[TUNNEL_SEED]
     renew(fragments)
-    rows = roce = carried = 0
+    rows = roce = carried = quick = 0
     for i in range(offset.size):
         if i + _AHEAD < offset.size:
             # Headers lie a whole frame apart, where no hardware prefetcher looks for them.
@@ -162,8 +203,22 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
         end = address + caplen[i]
         # The frame's end on the wire, in terms of addresses here: a tag that was moved out takes no room.
         wire_end = address + max(wirelen[i] - (4 if vlan[i] >= 0 else 0), caplen[i])
+        if linktype == ETHERNET and vlan[i] < 0 and wire_end == end and datagrams.shape[0]:
+            # Most frames of a port that carries RoCE; the walk would come to the same.
+            header, limit = plain_udp(address, end, _ROCE_PORT)
+            if header:
+                datagrams[roce, 0] = address + 14
+                datagrams[roce, 1] = address + 14 + header
+                datagrams[roce, 2] = end
+                datagrams[roce, 3] = limit
+                datagrams[roce, 4] = ts[i]
+                datagrams[roce, 5] = vantage
+                roce += 1
+                quick += 1
+                continue
+        snapped, cut = wire_end > end, False
         ethertype, position = link(address, end, linktype)
-        tagged = vlan[i] >= 0
+        tagged, stacked, tags = vlan[i] >= 0, False, 1 if vlan[i] >= 0 else 0
         group, tunnel, depth = vantage, -1, 0
         reason = _PLAIN              # or _JOINED, or why there is no row: a counter
         while True:
@@ -171,6 +226,8 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
                 for _ in range(MAX_TAGS):
                     if ethertype in (0x8100, 0x88A8, 0x9100, 0x9200):
                         tagged = True
+                        tags += 1
+                        stacked = stacked or tags > 1
                         if end - position < 4:
                             ethertype = -1
                             break
@@ -195,6 +252,7 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
                     reason = MALFORMED
                     break
                 limit = wire_end if total == 0 else position + total
+                cut = cut or limit > wire_end
                 protocol = load_u8(position + 9)
                 a = 0
                 b = 0xFFFF00000000 | load_be32(position + 12)
@@ -214,6 +272,7 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
                     break
                 limit = wire_end if total == 0 else position + 40 + total
                 protocol, transport, limit = ipv6_transport(position, end, limit)
+                cut = cut or limit > wire_end
                 a = load_be32(position + 8) << 32 | load_be32(position + 12)
                 b = load_be32(position + 16) << 32 | load_be32(position + 20)
                 c = load_be32(position + 24) << 32 | load_be32(position + 28)
@@ -241,8 +300,6 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
                 if end - transport >= length:
                     target, length = take(fragments, a, b, c, d, group << 8 | protocol, identification, start, length,
                                           more, transport, ts[i])
-                elif limit > wire_end:
-                    counters[CUT_BY_SWITCH] += 1
                 if target == 0:
                     reason = OUTER_FRAGMENTS
                     break
@@ -278,11 +335,19 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
             known[tunnel, TOUCHED] = epoch
             counters[TTAGGED + kind] += 1
             depth += 1
+            tags = 0
             group = known[tunnel, GROUP]
             ethertype, position = inner, payload
             end, wire_end = min(end, limit), min(wire_end, limit)
+        if cut:
+            counters[CUT_BY_SWITCH] += 1
+            if tunnel >= 0:
+                known[tunnel, CUT_FRAMES] += 1
+        elif snapped:
+            counters[CUT_BY_SNAPLEN] += 1
         if tagged:
             counters[TAGGED] += 1
+            counters[QINQ] += stacked
         if reason != _PLAIN:
             if reason == _JOINED and protocol == _TCP and (
                     end < limit or not checksum_fits(a, b, c, d, _TCP, transport, limit - transport)):
@@ -290,10 +355,6 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
             if reason >= 0:
                 counters[reason] += 1
                 continue
-        if protocol != _TCP and limit > wire_end:
-            counters[CUT_BY_SWITCH] += 1
-            if tunnel >= 0:
-                known[tunnel, CUT_FRAMES] += 1
         if protocol == _UDP and datagrams.shape[0] and end - transport >= 8 and (
                 load_be16(transport + 2) == _ROCE_PORT):
             if reason == _JOINED and not icrc_fits(position, transport, min(end, limit)):
@@ -336,10 +397,6 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
         carried += length
         if present < length:
             counters[TRUNCATED] += 1
-            if limit > wire_end:
-                counters[CUT_BY_SWITCH] += 1
-                if tunnel >= 0:
-                    known[tunnel, CUT_FRAMES] += 1
         flow_out[rows] = flow
         flags_out[rows] = load_u8(transport + 13) | (RECYCLED if recycled else 0)
         numbers[rows, 0] = load_be32(transport + 4)
@@ -349,6 +406,7 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
         numbers[rows, 4] = length
         numbers[rows, 5] = ts[i]
         rows += 1
+    counters[ROCE] += quick
     counters[TCP] += rows
     counters[PAYLOAD] += carried
     return rows, roce
@@ -360,12 +418,12 @@ def parse(block: Block, flows: Flows, segments: Segments) -> int:
     Unknown link types are counted frame by frame under "unknown_linktype" and give no rows.
     """
     n = len(block.offset)
+    datagrams = segments.datagrams
     if n > segments.capacity:
         segments.capacity = max(n, 2 * segments.capacity)
         segments.flow = np.empty(segments.capacity, np.int32)
         segments.flags = np.empty(segments.capacity, np.int32)
         segments.numbers = np.empty((segments.capacity, 6), np.int64)
-    datagrams = segments.datagrams
     if datagrams is not None:
         datagrams.n = 0
         if n > datagrams.numbers.shape[0]:
@@ -375,11 +433,10 @@ def parse(block: Block, flows: Flows, segments: Segments) -> int:
     if block.linktype not in LINKTYPES:
         segments.counters[LINKTYPE] += n
     elif n:
-        segments.n, roce = _parse(address_of(block.base), block.base.size, block.offset, block.caplen, block.wirelen,
-                                  block.ts, block.vlan, block.vantage, block.linktype, flows.table, segments.flow,
-                                  segments.flags, segments.numbers, segments.counters,
-                                  _NO_DATAGRAMS if datagrams is None else datagrams.numbers, segments.vantage.table,
-                                  segments.vantage.depth, segments.fragments.table, segments.strange)
+        if segments._base[0] is not block.base:
+            segments._base = block.base, address_of(block.base)
+        segments.n, roce = _parse(segments._base[1], block.base.size, block.offset, block.caplen, block.wirelen,
+                                  block.ts, block.vlan, block.vantage, block.linktype, segments.handle(flows))
         if datagrams is not None:
             datagrams.n = roce
     return segments.n

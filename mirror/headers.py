@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from numba import njit
 
-from mirror.decap import ip_type
+from mirror.decap import IPV4, IPV6, ip_type
 from mirror.memory import load_be16, load_be32, load_u8
 
-__all__ = ["ETHERNET", "LINKTYPES", "ipv6_transport", "link"]
+__all__ = ["ETHERNET", "LINKTYPES", "ipv6_transport", "link", "plain_udp"]
 
 ETHERNET, _NULL, _RAW, _SLL, _SLL2 = LINKTYPES = 1, 0, 101, 113, 276
 _MAX_EXTENSIONS = 8
@@ -86,3 +86,25 @@ def ipv6_transport(address: int, end: int, limit: int) -> tuple[int, int, int]:
         if position > limit:
             return -3, position, limit
     return -3, position, limit
+
+
+@njit(cache=True, nogil=True)
+def plain_udp(address: int, end: int, port: int) -> tuple[int, int]:
+    """Of an Ethernet frame that is IP and UDP to `port` and nothing else: (bytes of the IP header, end of the packet).
+
+    (0, 0) for every other one: with a tag, options, an extension header, a length of 0, a fragment, or cut off.
+    """
+    if end - address < 62:
+        return 0, 0
+    ip = address + 14
+    ethertype = load_be16(address + 12)
+    if ethertype == IPV4:
+        limit = ip + load_be16(ip + 2)
+        if (load_u8(ip) == 0x45 and load_u8(ip + 9) == 17 and load_be16(ip + 6) & 0x3FFF == 0
+                and load_be16(ip + 22) == port and ip + 28 <= limit <= end):
+            return 20, limit
+    elif ethertype == IPV6:
+        limit = ip + 40 + load_be16(ip + 4)
+        if load_u8(ip) >> 4 == 6 and load_u8(ip + 6) == 17 and load_be16(ip + 42) == port and ip + 48 <= limit <= end:
+            return 40, limit
+    return 0, 0

@@ -51,7 +51,7 @@ def _private(folder: Path) -> Path | None:
 def _sources() -> str:
     root = Path(__file__).resolve().parent
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([*root.glob("*.py"), *(root.parent / "reconstruct").glob("*.py")]):
+    for path in sorted([*root.rglob("*.py"), *(root.parent / "reconstruct").rglob("*.py")]):
         text = path.read_bytes()
         if b"numba" in text:
             digest.update(path.name.encode() + b"\0" + text + b"\0")

@@ -20,7 +20,7 @@ import numpy as np
 from mirror.block import Block
 from mirror.flows import Flows
 from mirror.frames import Datagrams, Segments, parse
-from mirror.memory import address_of
+from mirror.memory import address_of, handle
 from mirror.reorder import FREE, SPANS, SPENT_HEAD, SPENT_TAIL, USED, WAIT_HEAD, WAIT_TAIL
 from mirror.roce_flows import QueuePairs
 from mirror.roce_kernel import expire, feed, flush, make_room
@@ -45,7 +45,6 @@ from mirror.roce_state import (
     QUEUE_TAIL,
     ROW_FREE,
     ROWS_LEFT,
-    Machine,
 )
 
 __all__ = ["MessageSpans", "QueuePairs", "RoceReassembler"]
@@ -91,7 +90,7 @@ class RoceReassembler:
         self._meta[[FREE, GAP_FREE, ROW_FREE]] = 0
         self._meta[GAPS_LEFT], self._meta[ROWS_LEFT] = gaps, messages
         self._counters = np.zeros(len(COUNTERS), np.int64)
-        self._machine: Machine | None = None
+        self._machine: np.ndarray | None = None
         self._base: np.ndarray | None = None
 
     def feed(self, block: Block, now: int) -> MessageSpans:
@@ -102,8 +101,8 @@ class RoceReassembler:
     def take(self, datagrams: Datagrams, base: np.ndarray, now: int) -> MessageSpans:
         """Like `feed`, for a block whose frames were walked already: give `Segments` a `Datagrams` to fill."""
         self._base = base  # its memory cannot go while spans point into it
-        machine = self._prepare(datagrams.n)
-        feed(machine, self.flows.table, datagrams.numbers, datagrams.n, now, self._check, *self._times)
+        where = self._prepare(datagrams.n)
+        feed(where, datagrams.numbers, datagrams.n, now, self._check, *self._times)
         return self._finish()
 
     def expire(self, now: int) -> MessageSpans:
@@ -146,8 +145,8 @@ class RoceReassembler:
         table = {"flows": self.flows.count, "flows_evicted": self.flows.evicted}
         return table | dict(zip(COUNTERS, self._counters.tolist(), strict=True))
 
-    def _prepare(self, packets: int) -> Machine:
-        """The kernels' arrays, with room for every message and span that this call can give."""
+    def _prepare(self, packets: int) -> np.ndarray:
+        """Handle of the kernels' arrays, with room for every message and span that this call can give."""
         cells, gaps = len(self._cells), len(self._gaps)
         need = packets + int(self._meta[USED]) + 16
         if 2 * need > len(self.messages):
@@ -158,11 +157,11 @@ class RoceReassembler:
         spans = self._spans
         if self._machine is None or spans.flow.size < bound:
             spans.reserve(bound + bound // 2)
-            self._machine = Machine(
+            self._machine = handle(
                 self._state, self.messages, self._gaps, self._cells, self._meta, self._counters,
                 address_of(self._memory), address_of(self.flows.table.live), spans.flow.size, address_of(spans.flow),
                 address_of(spans.kind), address_of(spans.offset), address_of(spans.addr), address_of(spans.length),
-                address_of(spans.ts), address_of(spans.message),
+                address_of(spans.ts), address_of(spans.message), *self.flows.table,
             )
         if self._meta[ROWS_LEFT] < need:
             grown = rows >= _MOST_MESSAGES

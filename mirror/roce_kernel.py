@@ -1,5 +1,5 @@
-"""The kernel of RoCE reassembly: a block of datagrams into spans. What happens to a packet that is not simply the next
-one in the middle of its message is in `mirror.roce_stream`.
+"""The kernel of RoCE reassembly: a block of datagrams into spans. Packets that simply are the next ones of their
+messages take the short cut of `mirror.roce_run`; what happens to others is in `mirror.roce_stream`.
 """
 
 from __future__ import annotations
@@ -7,21 +7,18 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from mirror.flows import EPOCH, SEED, FlowTable, add, find, mix
-from mirror.memory import load_be16, load_be32, load_u8, prefetch, store_u8, store_u32, store_u64
-from mirror.reorder import CLOCK, NEXT, REVIEWED, SPANS, USED
+from mirror.flows import EPOCH, SEED, FlowTable, add, find, flow_table, mix
+from mirror.memory import load_be16, load_be32, load_u8
+from mirror.reorder import CLOCK, REVIEWED, USED
 from mirror.roce_loss import abandon, flush_flow, force, reset, review
 from mirror.roce_pairs import acknowledge, match
 from mirror.roce_pool import retire
-from mirror.roce_spans import DATA
+from mirror.roce_run import MIDDLE, run
 from mirror.roce_state import (
     CRC_BAD,
     CRC_OK,
     CRC_REFUSED,
     CRC_UNCHECKED,
-    CURRENT,
-    CURRENT_FIRST,
-    CURRENT_LAST,
     FOREIGN,
     FOREIGN_CNP,
     FOREIGN_OTHER,
@@ -29,26 +26,21 @@ from mirror.roce_state import (
     FOREIGN_UD,
     ICRC_BAD,
     ICRC_OK,
-    M_GOT,
-    M_TS,
-    MTU,
+    MACHINE,
     PACKETS,
-    PAYLOAD,
     PEER,
     PORT,
     REQUESTS,
-    SEEN_TS,
     TABLE_FULL,
     Machine,
     begin_call,
-    borrowed,
+    machine,
 )
 from mirror.roce_stream import MASK, request, response
 from mirror.roce_wire import ACKNOWLEDGE, CLASS, HEADERS, RESPONSE, icrc
 
 REVIEW_EVERY = 1_000_000                 # ns of frame time between two looks at the waiting list
-_WRITE_MIDDLE, _CNP = 7, 0x81
-_AHEAD = 4
+_CNP = 0x81
 
 
 @njit(cache=True, nogil=True)
@@ -96,22 +88,27 @@ def _checked(m: Machine, flow: int, ip: int, udp: int, stop: int, end: int) -> b
 
 
 @njit(cache=True, nogil=True)
-def feed(m: Machine, table: FlowTable, datagrams: np.ndarray, n: int, now: int, check: bool, grace: int, short: int,
+def feed(where: np.ndarray, datagrams: np.ndarray, n: int, now: int, check: bool, grace: int, short: int,
          long: int) -> None:
-    """Take `n` rows of Datagrams; spans of all that they settle."""
-    m = borrowed(m)
+    """Take `n` rows of Datagrams; spans of all that they settle. `where`: handle of a Machine and a FlowTable."""
+    m, table = machine(where, 0), flow_table(where, MACHINE)
     begin_call(m)
     state, meta, counters, messages = m.state, m.meta, m.counters, m.messages
     table.meta[EPOCH] += 1
     epoch, seed = table.meta[EPOCH], table.meta[SEED]
     slots, key, touched = table.slots, table.key, table.touched
-    recent = np.zeros(256, np.int64)     # by queue pair number: the flow last found; saves the hash
+    recent = np.full(256, -1)            # by queue pair number: the flow last found; saves the hash
     clock = meta[CLOCK]
     cells = m.cells.shape[0]
-    for i in range(n):
-        if i + _AHEAD < n:
-            prefetch(datagrams[i + _AHEAD, 0])
-            prefetch(datagrams[i + _AHEAD, 1] + 20)
+    rows, following = datagrams.ctypes.data, 0
+    while following < n:
+        if not check and load_u8(datagrams[following, 1] + 8) == MIDDLE:
+            following, clock = run(m, state.ctypes.data, messages.ctypes.data, key.ctypes.data, recent, rows,
+                                   following, n, clock, now)
+            if following == n:
+                break
+        i = following
+        following += 1
         ip, udp, end, limit = datagrams[i, 0], datagrams[i, 1], datagrams[i, 2], datagrams[i, 3]
         ts = datagrams[i, 4]
         if clock < ts <= now:
@@ -149,7 +146,8 @@ def feed(m: Machine, table: FlowTable, datagrams: np.ndarray, n: int, now: int, 
             d = load_be32(ip + 32) << 32 | load_be32(ip + 36)
         e = datagrams[i, 5] << 32 | pair
         flow = recent[pair & 255]
-        if key[flow, 4] != e or key[flow, 3] != d or key[flow, 1] != b or key[flow, 0] != a or key[flow, 2] != c:
+        if flow < 0 or (key[flow, 4] != e or key[flow, 3] != d or key[flow, 1] != b or key[flow, 0] != a
+                        or key[flow, 2] != c):
             h = mix(seed, a, b, c, d, e)
             flow = slots[find(slots, key, h, a, b, c, d, e)]
             if flow >= 0:
@@ -161,32 +159,10 @@ def feed(m: Machine, table: FlowTable, datagrams: np.ndarray, n: int, now: int, 
             continue
         counters[PACKETS] += 1
         whole = end - payload >= length
-        row = state[flow]
-        if opcode == _WRITE_MIDDLE and whole and row[CURRENT] >= 0 and length == row[MTU] and (
-                (psn - row[NEXT]) & MASK == 0 and row[NEXT] < row[CURRENT_LAST]):
-            # `request`, written out: most packets go this way.
-            at = meta[SPANS]
-            if at >= m.room:
-                raise IndexError("more spans than the bound allows")
-            slot, number = row[CURRENT], row[NEXT]
-            store_u32(m.flow + 4 * at, flow)
-            store_u8(m.kind + at, DATA)
-            store_u64(m.offset + 8 * at, (number - row[CURRENT_FIRST]) * length)
-            store_u64(m.addr + 8 * at, payload)
-            store_u64(m.length + 8 * at, length)
-            store_u64(m.ts + 8 * at, ts)
-            store_u32(m.message + 4 * at, slot)
-            meta[SPANS] = at + 1
-            counters[PAYLOAD] += length
-            counters[REQUESTS] += 1
-            row[NEXT] = number + 1
-            row[SEEN_TS] = ts
-            messages[slot, M_GOT] += 1
-            messages[slot, M_TS] = ts
-        elif kind == ACKNOWLEDGE:
+        if kind == ACKNOWLEDGE:
             acknowledge(m, table, table.meta[0], flow, psn, bth + 12, ts)
         elif kind == RESPONSE:
-            if row[PEER] < 0:
+            if state[flow, PEER] < 0:
                 match(m, table, table.meta[0], flow, psn)
             response(m, flow, opcode, psn, payload, length, whole, ts)
         else:
@@ -200,26 +176,26 @@ def feed(m: Machine, table: FlowTable, datagrams: np.ndarray, n: int, now: int, 
 
 
 @njit(cache=True, nogil=True)
-def make_room(m: Machine, need: int, patience: int) -> None:
+def make_room(where: np.ndarray, need: int, patience: int) -> None:
     """Before a call that may begin more messages than there are free rows (see `retire`)."""
-    m = borrowed(m)
+    m = machine(where, 0)
     begin_call(m)
     retire(m, need, m.meta[CLOCK], patience)
 
 
 @njit(cache=True, nogil=True)
-def expire(m: Machine, now: int, grace: int, short: int, long: int) -> None:
+def expire(where: np.ndarray, now: int, grace: int, short: int, long: int) -> None:
     """Let time pass without frames."""
-    m = borrowed(m)
+    m = machine(where, 0)
     begin_call(m)
     m.meta[CLOCK] = max(m.meta[CLOCK], now)
     review(m, m.meta[CLOCK], grace, short, long)
 
 
 @njit(cache=True, nogil=True)
-def flush(m: Machine, flows: int, now: int) -> None:
+def flush(where: np.ndarray, flows: int, now: int) -> None:
     """The end of the input: what is missing in flows 0..flows-1 becomes a HOLE, every message ends."""
-    m = borrowed(m)
+    m = machine(where, 0)
     begin_call(m)
     m.meta[CLOCK] = max(m.meta[CLOCK], now)
     for flow in range(flows):

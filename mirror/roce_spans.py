@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mirror.memory import handle
 from mirror.spans import CLOSE, DATA, DUPLICATE, HOLE, OPEN, Spans
 
 __all__ = [
@@ -42,9 +43,19 @@ class MessageSpans(Spans):
 
     message: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     """int32: row of `RoceReassembler.messages`, or -1."""
+    _handle: np.ndarray | None = field(init=False, repr=False, default=None)
+
+    @property
+    def handle(self) -> np.ndarray:
+        """For kernels (`mirror.memory.handle`): flow, kind, offset, addr, length, ts, message. Good until `reserve`,
+        which the reassembler may call in each of its calls."""
+        if self._handle is None:
+            self._handle = handle(self.flow, self.kind, self.offset, self.addr, self.length, self.ts, self.message)
+        return self._handle
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` spans; what the arrays held is lost."""
         if capacity > self.flow.size:
             Spans.reserve(self, capacity)
             self.message = np.empty(capacity, np.int32)
+            self._handle = None

@@ -19,13 +19,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite.ir import Constant
 from numba import njit
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from mirror import reorder
-from mirror.memory import copy, store_u32
+from mirror.memory import copy, int64s_at, rows_at, store_u32
 from mirror.reorder import (
     ACKED,
     FREE,
@@ -113,32 +110,21 @@ class Machine(NamedTuple):
     message: int
 
 
-def _make_borrow() -> Any:
-    @intrinsic
-    def borrow(typingctx: Any, array: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            view = cgutils.create_struct_proxy(array)(context, builder, value=arguments[0])
-            view.meminfo = Constant(view.meminfo.type, None)
-            return view._getvalue()
-
-        return array(array), codegen
-
-    return borrow
-
-
-_borrow = _make_borrow()
+MACHINE = 26
+"""Numbers that a Machine takes in a handle."""
 
 
 @njit(cache=True, nogil=True)
-def borrowed(m: Machine) -> Machine:
-    """The same memory, not counted as references: the caller's caller holds them.
+def machine(where: np.ndarray, at: int) -> Machine:
+    """The machine whose part of a handle (`mirror.memory.handle`) begins at `at`.
 
-    Every call of a helper copies some sixty words of `Machine`, and counts a reference of every array in it, with
-    atomic operations: far more work than most helpers do. So nothing is counted, and what most packets need is inlined.
+    Its arrays are not owned. Every call of a helper copies some sixty words of `Machine`; were its arrays counted as
+    references, with atomic operations, that would be far more work than most helpers do.
     """
-    return Machine(_borrow(m.state), _borrow(m.messages), _borrow(m.gaps), _borrow(m.cells), _borrow(m.meta),
-                   _borrow(m.counters), m.memory, m.live, m.room, m.flow, m.kind, m.offset, m.addr, m.length, m.ts,
-                   m.message)
+    h = where[at:]
+    return Machine(rows_at(h[0], h[1], h[2]), rows_at(h[3], h[4], h[5]), rows_at(h[6], h[7], h[8]),
+                   rows_at(h[9], h[10], h[11]), int64s_at(h[12], h[13]), int64s_at(h[14], h[15]), h[16], h[17], h[18],
+                   h[19], h[20], h[21], h[22], h[23], h[24], h[25])
 
 
 @njit(cache=True, nogil=True, forceinline=True)

@@ -126,6 +126,8 @@ def _place_pending(m: Machine, flow: int, offset: int, present: int, length: int
         return
     if present > 0:
         hold(m, flow, offset, offset + present, addr, ts)
+    if row[FINAL] >= 0 and offset + length > row[FINAL]:
+        row[FINAL] = -1  # the FIN was of an older connection
     row[END] = max(row[END], offset + length)
 
 
@@ -156,7 +158,7 @@ def _segment(m: Machine, flow: int, flags: int, seq: int, ack: int, addr: int, p
             _duplicate(m, flow, offset, present, length, addr, ts)
             return
         row[STATE] = NONE
-    if row[STATE] == NONE and length > 0:
+    if row[STATE] == NONE and (length > 0 or flags & FIN):
         start = known_start(m, flow, seq)
         if start >= 0:
             open_stream(m, flow, start, False, ts)

@@ -2,7 +2,7 @@
 
     NONE     nothing known. A SYN opens the flow at its ISN. A SYN-ACK also tells the ISN of the other direction
              (HINT), so that one opens at its true start even when its own SYN was not captured.
-    PENDING  data was seen, but no SYN. What comes is held for a short grace, because a SYN or earlier data may
+    PENDING  data or a FIN was seen, but no SYN. What comes is held for a short grace, because a SYN or earlier data may
              still come (rings and mirrors reorder); then the stream opens at the lowest byte held.
     ESTABLISHED
              NEXT is the stream offset up to which everything was delivered as DATA or HOLE. A segment at NEXT is
@@ -133,6 +133,17 @@ def lowest(m: Machine, flow: int) -> int:
 
 
 @njit(cache=True, nogil=True)
+def start_from_middle(m: Machine, flow: int, ts: int) -> None:
+    """No SYN came for a PENDING flow. A FIN alone, without a byte, is no stream."""
+    row = m.state[flow]
+    if row[HEAD] < 0 and row[END] == BIAS:
+        unwait(m, flow)
+        row[STATE] = NONE
+    else:
+        start_pending(m, flow, lowest(m, flow), True, ts)
+
+
+@njit(cache=True, nogil=True)
 def start_pending(m: Machine, flow: int, start: int, from_middle: bool, ts: int) -> None:
     """Open a PENDING flow at biased offset `start` (not beyond any cell)."""
     row, cells = m.state[flow], m.cells
@@ -158,7 +169,7 @@ def flush_stream(m: Machine, flow: int, ts: int) -> None:
     """Give up every gap of the flow, that at the tail included."""
     row = m.state[flow]
     if row[STATE] == PENDING:
-        start_pending(m, flow, lowest(m, flow), True, ts)
+        start_from_middle(m, flow, ts)
     if row[STATE] != ESTABLISHED:
         return
     end = _gap_end(m, flow)
@@ -232,7 +243,7 @@ def force(m: Machine, ts: int) -> None:
         row = m.state[flow]
         after = row[WAIT_NEXT]
         if row[STATE] == PENDING:
-            start_pending(m, flow, lowest(m, flow), True, ts)
+            start_from_middle(m, flow, ts)
         while row[STATE] == ESTABLISHED and row[HEAD] >= 0 and m.meta[USED] > limit:
             m.counters[FORCED] += 1
             give_up(m, flow, _gap_end(m, flow), ts)
@@ -252,7 +263,7 @@ def review(m: Machine, clock: int, grace: int, short: int, long: int) -> None:
         following = row[WAIT_NEXT]
         if row[STATE] == PENDING:
             if clock - row[GAP_TS] >= grace:
-                start_pending(m, flow, lowest(m, flow), True, clock)
+                start_from_middle(m, flow, clock)
             continue
         if clock - row[SNAP_TS] >= grace:
             row[OLD_ACK], row[SNAP], row[SNAP_TS] = row[SNAP], row[ACKED], clock

@@ -11,8 +11,9 @@ import numpy as np
 from numba import njit
 
 from mirror.flows import mix
+from mirror.memory import int64s_at, rows_at
 
-__all__ = ["TunnelTable", "add_tunnel", "declared", "find_tunnel", "is_vxlan"]
+__all__ = ["TUNNEL_TABLE", "TunnelTable", "add_tunnel", "declared", "find_tunnel", "is_vxlan", "tunnel_table"]
 
 WAYS = 8
 FIRST_OWN = 1 << 16              # groups below are interfaces' and declared ones
@@ -38,6 +39,18 @@ class TunnelTable(NamedTuple):
     meta: np.ndarray
     # int64[n]: UDP destination ports of VXLAN
     ports: np.ndarray
+
+
+TUNNEL_TABLE = 10
+"""Numbers that a TunnelTable takes in a handle."""
+
+
+@njit(cache=True, nogil=True)
+def tunnel_table(where: np.ndarray, at: int) -> TunnelTable:
+    """The table whose part of a handle (`mirror.memory.handle`) begins at `at`."""
+    h = where[at:]
+    return TunnelTable(rows_at(h[0], h[1], h[2]), rows_at(h[3], h[4], h[5]), int64s_at(h[6], h[7]),
+                       int64s_at(h[8], h[9]))
 
 
 @njit(cache=True, nogil=True)

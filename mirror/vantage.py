@@ -121,6 +121,8 @@ class Vantage:
         ports = np.array(sorted(set(vxlan_ports)), np.int64)
         if tunnels < WAYS or tunnels & (tunnels - 1):
             raise ValueError(f"the number of tunnels must be a power of two from {WAYS}, not {tunnels}")
+        if 4791 in ports:
+            raise ValueError("port 4791 is RoCEv2's: it cannot be one of VXLAN")
         if depth < 0 or ports.size > 16 or bool(((ports < 1) | (ports > 0xFFFF)).any()):
             raise ValueError("a depth of 0 or more, and at most 16 VXLAN ports from 1 to 65535")
         self.depth = depth

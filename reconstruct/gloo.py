@@ -15,8 +15,6 @@ The wire format is in docs/gloo.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from mirror.flows import Flows
@@ -24,26 +22,8 @@ from mirror.memory import address_of
 from mirror.spans import Spans
 from reconstruct import gloo_state as g
 from reconstruct import schedule
-from reconstruct.gloo_events import (
-    ALLREDUCE,
-    BROADCAST,
-    IGNORE,
-    KIND_NAMES,
-    LENGTHS,
-    NOT_THIS_SIZE,
-    RAW,
-    AllReduce,
-    Conflict,
-    Event,
-    FlowClosed,
-    Group,
-    Keep,
-    LinkLost,
-    Message,
-    Plan,
-    Reduced,
-    Request,
-)
+from reconstruct.decoder import ALLREDUCE, IGNORE, KIND_NAMES, RAW, AllReduce, Event, Plan, Planner, Request
+from reconstruct.gloo_events import Group
 from reconstruct.gloo_groups import Claims
 from reconstruct.gloo_holdings import Holdings
 from reconstruct.gloo_kernel import run
@@ -52,11 +32,7 @@ from reconstruct.gloo_memory import RawLink
 from reconstruct.gloo_reports import Reports
 from reconstruct.landing import Landing
 
-__all__ = [
-    "ALLREDUCE", "BROADCAST", "IGNORE", "KIND_NAMES", "LENGTHS", "NOT_THIS_SIZE", "RAW", "AllReduce", "Conflict",
-    "Event", "FlowClosed", "GlooDecoder", "Group", "Keep", "Landing", "LinkLost", "Message", "Plan", "Reduced",
-    "Request",
-]
+__all__ = ["GlooDecoder"]
 
 _PASSED = 16  # tags that a link must be ahead of a collective that it never showed
 
@@ -73,7 +49,7 @@ class GlooDecoder:
     """
 
     def __init__(self, flows: Flows, *, budget_bytes: int = 8 << 30, max_lanes: int = 8192) -> None:
-        self.planner: Callable[[Request], Plan] = _ignore
+        self.planner: Planner = _ignore
         self._claims = Claims()
         self._lanes = LaneTable(flows, self._claims, max_lanes)
         self._held = Holdings(budget_bytes)
@@ -146,6 +122,15 @@ class GlooDecoder:
         return member.seen
 
     # Results
+
+    def can_begin(self, request: Request, size: int, itemsize: int) -> bool:
+        """Whether the first message that was seen on a link can be one of such an all-reduce's. After a gap it may be
+        any of them."""
+        world = self._claims.members[request.group].group.world_size
+        if request.proven:
+            return bool(schedule.first_length(size, itemsize, world, request.sender) == request.length)
+        segment = schedule.ring(size, itemsize, world)[3]
+        return request.length in (segment, size % segment or segment)
 
     def landing(self, group: str, tag: int) -> Landing | None:
         """The landing of an all-reduce, complete or not; valid until it is retired."""

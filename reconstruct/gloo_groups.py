@@ -4,6 +4,8 @@ Every gloo context of every process has a listening socket of its own, so one en
 the group and names group, context and that rank. The rank at the other end: an exact socket record, the hello that
 the initiator sends, or its address if no other rank of the group has it. An all-reduce tells it too, since rank r
 sends only to r-1 (docs/gloo.md, "Who is at the ends of a connection").
+
+A group that names its vantage group owns only what is seen there, so groups of two tenants may have the same addresses.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ class Claims:
         self.members: dict[str, Membership] = {}
         self._numbers: dict[int, Membership] = {}
         self._next = 0
-        self._listeners: dict[Endpoint, tuple[int, int, int]] = {}
-        self._sockets: dict[tuple[str, int, str, int], tuple[int, int, int]] = {}
+        # By vantage group first, None for any.
+        self._listeners: dict[tuple[int | None, Endpoint], tuple[int, int, int]] = {}
+        self._sockets: dict[tuple[int | None, str, int, str, int], tuple[int, int, int]] = {}
         self._alone: dict[tuple[int, int, str], int] = {}
 
     def add(self, group: Group) -> Membership:
@@ -64,7 +67,9 @@ class Claims:
             raise ValueError(f"group {group.name!r} is known already: remove it first")
         if group.world_size < 2:
             raise ValueError(f"group {group.name!r} has {group.world_size} rank(s): it has no traffic")
-        listeners: dict[Endpoint, tuple[int, int, int]] = {}
+        place = group.vantage
+        listeners: dict[tuple[int | None, Endpoint], tuple[int, int, int]] = {}
+        taken = {end for vantage, end in self._listeners if place is None or vantage in (None, place)}
         alone: dict[tuple[int, int, str], int] = {}
         number = self._next
         for context, ranks in enumerate(group.contexts):
@@ -75,9 +80,9 @@ class Claims:
                         f"group {group.name!r}: rank {rank} at {ip}:{port} is not one of {group.world_size} ranks"
                     )
                 end = (normal(ip), port)
-                if end in listeners or end in self._listeners:
+                if (place, end) in listeners or end in taken:
                     raise ValueError(f"group {group.name!r}: listener {ip}:{port} belongs to another rank or group")
-                listeners[end] = (number, context, rank)
+                listeners[place, end] = (number, context, rank)
                 addresses.setdefault(end[0], []).append(rank)
             if len(ranks) == group.world_size:
                 alone.update({(number, context, ip): held[0] for ip, held in addresses.items() if len(held) == 1})
@@ -88,8 +93,8 @@ class Claims:
         self._alone.update(alone)
         for (a, b, c, d), (sender, receiver) in group.sockets.items():
             a, c = normal(a), normal(c)
-            self._sockets[a, b, c, d] = (number, sender, receiver)
-            self._sockets[c, d, a, b] = (number, receiver, sender)
+            self._sockets[place, a, b, c, d] = (number, sender, receiver)
+            self._sockets[place, c, d, a, b] = (number, receiver, sender)
         return member
 
     def remove(self, name: str) -> Membership | None:
@@ -109,13 +114,20 @@ class Claims:
 
     def ports(self) -> set[int]:
         """Every listener port: a flow that touches none of them is nobody's."""
-        return {port for _, port in self._listeners}
+        return {port for _, (_, port) in self._listeners}
 
-    def find(self, source: Endpoint, destination: Endpoint) -> Claim | None:
+    def find(self, source: Endpoint, destination: Endpoint, vantage: int) -> Claim | None:
         """The claim on the flow from `source` to `destination`, None if no known group has it."""
-        exact = self._sockets.get((*source, *destination))
+        for place in (vantage, None):
+            claim = self._find(place, source, destination)
+            if claim is not None:
+                return claim
+        return None
+
+    def _find(self, place: int | None, source: Endpoint, destination: Endpoint) -> Claim | None:
+        exact = self._sockets.get((place, *source, *destination))
         for to_listener, end, far in ((True, destination, source), (False, source, destination)):
-            held = self._listeners.get(end)
+            held = self._listeners.get((place, end))
             if held is None:
                 continue
             number, context, rank = held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mirror.memory import address_of
+from reconstruct import schedule
 from reconstruct.gloo_memory import Budget, RawLink, RawMessage
 from reconstruct.landing import Landing
 
@@ -99,7 +100,8 @@ class Holdings:
 
     def _new(self, size: int, itemsize: int, world: int) -> Landing | None:
         self._ident += 1
-        landing = self.budget.landing(size, itemsize, world, self._ident)
+        segment = schedule.ring(size, itemsize, world)[3]  # no message crosses a segment of the ring
+        landing = self.budget.landing(size, itemsize, world, segment, self._ident)
         if landing is not None:
             self._all[landing.ident] = landing
         return landing

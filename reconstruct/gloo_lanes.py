@@ -6,8 +6,8 @@ import numpy as np
 
 from mirror.flows import Flows
 from reconstruct import gloo_state as g
+from reconstruct.decoder import ALLREDUCE
 from reconstruct.framing import PREAMBLE_BYTES
-from reconstruct.gloo_events import ALLREDUCE
 from reconstruct.gloo_groups import Claim, Claims, Membership
 
 __all__ = ["LaneTable", "slot_of", "split"]
@@ -211,7 +211,8 @@ class LaneTable:
         row[g.HAVE] = head.size
 
     def _claim_of(self, flow: int) -> Claim | None:
-        return self._claims.find(self._flows.endpoint_src(flow), self._flows.endpoint_dst(flow))
+        flows = self._flows
+        return self._claims.find(flows.endpoint_src(flow), flows.endpoint_dst(flow), flows.vantage(flow))
 
     def dismiss(self, lane: int) -> None:
         """Stop following a flow that nobody claims and that turned out to be no gloo."""

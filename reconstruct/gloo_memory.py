@@ -36,7 +36,7 @@ class Budget:
         """Bytes handed out and bytes kept for reuse."""
         return self.used + self._spare_bytes
 
-    def landing(self, size: int, itemsize: int, world_size: int, ident: int) -> Landing | None:
+    def landing(self, size: int, itemsize: int, world_size: int, segment: int, ident: int) -> Landing | None:
         """A landing, None if the budget does not allow it."""
         self._made += 1
         self._wanted[size] = self._made
@@ -47,7 +47,7 @@ class Budget:
         if buffer is not None:
             self._spare_bytes -= size
         self.used += size
-        return Landing(size, itemsize, world_size, ident=ident, buffer=buffer)
+        return Landing(size, itemsize, world_size, segment, ident=ident, buffer=buffer)
 
     def free(self, landing: Landing) -> None:
         """Take a landing back; its `data` is empty from now on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from reconstruct import gloo_state as g
-from reconstruct.gloo_events import (
+from reconstruct.decoder import (
     ALLREDUCE,
     NOT_THIS_SIZE,
     Conflict,

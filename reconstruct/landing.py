@@ -3,9 +3,10 @@
     empty --deposit--> partly covered --deposit--> complete (covered == size)
       any state --two copies differ, or the size proves wrong--> poisoned: never complete again
 
-Each segment of the tensor (reconstruct.schedule) has a list of covered ranges, sorted, disjoint and not touching. In
-order and without loss it is one range that grows; a lost packet leaves a gap that another link may fill. Bytes that
-are covered already are compared, never written again, so two mirrors of the same value check each other.
+The tensor is cut into segments of equal size, each with a list of covered ranges, sorted, disjoint and not touching.
+In order and without loss it is one range that grows; a lost packet leaves a gap that another link may fill. Bytes that
+are covered already are compared, never written again, so two mirrors of the same value check each other. Segments keep
+the lists short: what arrives as one piece (a message, a chunk) should touch few of them.
 
 The kernels reach a landing by the address of its `meta` words, so `Landing` objects must outlive every kernel state
 that holds that address (the decoder sees to it). Range nodes are bounded: at the bound a piece that would need
@@ -22,12 +23,14 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from mirror.memory import address_of, copy, equal, load_u8
-from reconstruct import schedule
 
 __all__ = [
-    "ALIGNMENT", "COMPLETED", "CONFLICTED", "DROPPED", "META_WORDS", "Landing", "condemn", "deposit", "meta_words",
-    "needs_node", "pointer", "poison",
+    "ALIGNMENT", "COMPLETED", "CONFLICTED", "DROPPED", "META_WORDS", "SEGMENT_BYTES", "Landing", "condemn", "deposit",
+    "meta_words", "needs_node", "needs_nodes", "pointer", "poison", "put_across", "vacant",
 ]
+
+SEGMENT_BYTES = 65536
+"""Segments of a landing whose pieces have no borders of their own."""
 
 ALIGNMENT = 64
 MAX_CONFLICTS = 64
@@ -67,6 +70,12 @@ def needs_node(meta: np.ndarray) -> bool:
     return meta[FREE_COUNT] == 0 and meta[FIXED] == 0
 
 
+@njit(inline="always")
+def needs_nodes(meta: np.ndarray, count: int) -> bool:
+    """The same for `put_across` with `count` bytes, where segments have SEGMENT_BYTES."""
+    return meta[FREE_COUNT] <= count // SEGMENT_BYTES + 1 and meta[FIXED] == 0
+
+
 @njit(cache=True, nogil=True)
 def _compare(meta: np.ndarray, offset: int, source: int, count: int, sender: int) -> bool:
     """Compare covered bytes with another copy; a difference poisons the landing. True if they are the same."""
@@ -101,19 +110,10 @@ def condemn(address: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def deposit(address: int, offset: int, source: int, count: int, sender: int, ts: int) -> int:
-    """Put `count` bytes from address `source` at byte `offset`; they must lie inside one segment.
-
-    address: of the landing's meta words; ts: capture time, ns. Bytes that are covered are compared instead.
-    Returns a combination of COMPLETED (this was the last byte missing), CONFLICTED, DROPPED (no node left).
-    """
-    meta = meta_words(address)
-    segment = meta[SEGMENT]
-    number = offset // segment
-    base = number * segment
+def _insert(meta: np.ndarray, number: int, base: int, low: int, source: int, count: int, sender: int, ts: int) -> int:
+    """`deposit` at byte `low` of segment `number`, which begins at byte `base`."""
     heads = _ints(meta[HEADS], number + 1)
     nodes = _ints(meta[NODES], 4 * meta[CAPACITY])
-    low = offset - base
     high = low + count
     data = meta[DATA] + base
     before: Any = -1
@@ -121,6 +121,7 @@ def deposit(address: int, offset: int, source: int, count: int, sender: int, ts:
     while node >= 0 and nodes[4 * node + 1] < low:
         before, node = node, np.int64(nodes[4 * node + 2])
     result = 0
+    added: Any = 0
     if node < 0 or nodes[4 * node] > high:
         if meta[FREE_COUNT] == 0:
             meta[LOST_PIECES] += 1
@@ -133,24 +134,25 @@ def deposit(address: int, offset: int, source: int, count: int, sender: int, ts:
             heads[number] = fresh
         else:
             nodes[4 * before + 2] = fresh
-        copy(data + low, source, count)
+        if source:
+            copy(data + low, source, count)
         added = count
     else:
         # `node` touches the piece: it grows over the piece and swallows every later range that it reaches.
-        added = 0
-        at = low
-        start = min(low, np.int64(nodes[4 * node]))
-        end = high
+        at: Any = low
+        start: Any = min(low, np.int64(nodes[4 * node]))
+        end: Any = high
         current = node
         while current >= 0 and nodes[4 * current] <= high:
             left, right = np.int64(nodes[4 * current]), np.int64(nodes[4 * current + 1])
             if at < left:
-                copy(data + at, source + at - low, left - at)
+                if source:
+                    copy(data + at, source + at - low, left - at)
                 added += left - at
                 at = left
             stop = min(right, high)
             if stop > at:
-                if not _compare(meta, base + at, source + at - low, stop - at, sender):
+                if source and not _compare(meta, base + at, source + at - low, stop - at, sender):
                     result |= CONFLICTED
                 at = stop
             end = max(end, right)
@@ -161,7 +163,8 @@ def deposit(address: int, offset: int, source: int, count: int, sender: int, ts:
                 meta[FREE_COUNT] += 1
             current = after
         if at < high:
-            copy(data + at, source + at - low, high - at)
+            if source:
+                copy(data + at, source + at - low, high - at)
             added += high - at
         nodes[4 * node], nodes[4 * node + 1], nodes[4 * node + 2] = start, end, current
     if added:
@@ -170,6 +173,54 @@ def deposit(address: int, offset: int, source: int, count: int, sender: int, ts:
         if meta[COVERED] == meta[SIZE]:
             result |= COMPLETED
     return result
+
+
+@njit(cache=True, nogil=True)
+def deposit(address: int, offset: int, source: int, count: int, sender: int, ts: int) -> int:
+    """Put `count` bytes from address `source` at byte `offset`; they must lie inside one segment.
+
+    address: of the landing's meta words; ts: capture time, ns. Bytes that are covered are compared instead. source 0:
+    the bytes are in place already (the range was `vacant` before they were written there).
+    Returns a combination of COMPLETED (this was the last byte missing), CONFLICTED, DROPPED (no node left).
+    """
+    meta = meta_words(address)
+    segment = meta[SEGMENT]
+    number = offset // segment
+    return _insert(meta, number, number * segment, offset - number * segment, source, count, sender, ts)
+
+
+@njit(cache=True, nogil=True)
+def put_across(address: int, offset: int, source: int, count: int, sender: int, ts: int) -> int:
+    """`deposit` of a piece that may lie across segment borders."""
+    meta = meta_words(address)
+    segment = meta[SEGMENT]
+    if segment == SEGMENT_BYTES:
+        low = offset % SEGMENT_BYTES  # no division, as the divisor is known
+        if low + count <= SEGMENT_BYTES:
+            return _insert(meta, offset // SEGMENT_BYTES, offset - low, low, source, count, sender, ts)
+    result = 0
+    done = 0
+    while done < count:
+        take = min(count - done, segment - (offset + done) % segment)
+        result |= deposit(address, offset + done, source + done if source else 0, take, sender, ts)
+        done += take
+    return result
+
+
+@njit(cache=True, nogil=True)
+def vacant(address: int, offset: int, count: int) -> bool:
+    """Whether no byte of offset..offset+count is covered."""
+    meta = meta_words(address)
+    segment = meta[SEGMENT]
+    nodes = _ints(meta[NODES], 4 * meta[CAPACITY])
+    for number in range(offset // segment, (offset + count - 1) // segment + 1):
+        base = number * segment
+        node = np.int64(_ints(meta[HEADS], number + 1)[number])
+        while node >= 0 and nodes[4 * node + 1] <= offset - base:
+            node = np.int64(nodes[4 * node + 2])
+        if node >= 0 and nodes[4 * node] < offset + count - base:
+            return False
+    return True
 
 
 @njit(cache=True, nogil=True)
@@ -201,20 +252,22 @@ def _aligned(size: int) -> np.ndarray:
 class Landing:
     """One all-reduce's final values: `size` bytes, elements of `itemsize` bytes, `world_size` ranks.
 
-    `ident` is any number that the owner wants to find it by; `buffer`, if given, is used memory of the right size.
+    segment: bytes of a segment. `ident` is any number that the owner wants to find it by; `buffer`, if given, is used
+    memory of the right size.
     """
 
     def __init__(
-        self, size: int, itemsize: int, world_size: int, *, ident: int = -1, buffer: np.ndarray | None = None
-    ) -> None:
-        if itemsize < 1 or size < 1 or size % itemsize or world_size < 2:
+        self, size: int, itemsize: int, world_size: int, segment: int = SEGMENT_BYTES, *, ident: int = -1,
+        buffer: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        if itemsize < 1 or size < 1 or size % itemsize or world_size < 2 or segment < 1:
             raise ValueError(
                 f"no all-reduce of {size} bytes with {itemsize}-byte elements over {world_size} ranks exists"
             )
         self.size, self.itemsize, self.world_size = size, itemsize, world_size
         self.data = _aligned(size) if buffer is None else buffer
         """uint8[size], 64-byte aligned. Only covered bytes mean anything; valid until the decoder retires the tag."""
-        segment, count = schedule.ring(size, itemsize, world_size)[3:]
+        count = -(-size // segment)
         self._heads = np.full(count, -1, np.int32)
         self._log = np.zeros((MAX_CONFLICTS, 3), np.int64)
         self._limit = count + 64 + size // 256
@@ -277,12 +330,16 @@ class Landing:
         return _covered(self.address).tolist()
 
     def put(self, offset: int, data: np.ndarray, sender: int, ts: int) -> int:
-        """`deposit` of uint8[n] from Python, making nodes as needed."""
+        """`put_across` of uint8[n] from Python, making nodes as needed."""
         if not 0 <= offset <= offset + data.size <= self.size:
             raise ValueError(f"bytes {offset}..{offset + data.size} lie outside {self.size}")
-        if self._meta[FREE_COUNT] == 0:
+        self.reserve(data.size)
+        return int(put_across(self.address, offset, address_of(data), data.size, sender, ts)) if data.size else 0
+
+    def reserve(self, count: int) -> None:
+        """Make nodes, up to the bound, for a piece of `count` bytes."""
+        while self._meta[FREE_COUNT] <= count // self._meta[SEGMENT] + 1 and self._meta[FIXED] == 0:
             self.grow()
-        return int(deposit(self.address, offset, address_of(data), data.size, sender, ts)) if data.size else 0
 
     def merge(self, other: Landing, sender: int) -> int:
         """Take over every covered byte of `other` (same size); returns the flags of `deposit` together."""

@@ -16,38 +16,52 @@ from reconstruct.buckets import Layout, LayoutError, layout, looks_like_order, p
 
 
 class Layouts:
-    """The layouts of one DDP model. `first_tag`: the first collective that the rebuilt layout applies to, if known."""
+    """The layouts of one DDP model. `first_tag`: the first collective that the rebuilt layout applies to, if known.
 
-    def __init__(self, ddp: DdpSpec, specs: Sequence[TensorSpec]) -> None:
+    padding: bytes by which a broadcast may seem longer than its tensor: what fills the last line of NCCL's protocols.
+    """
+
+    def __init__(self, ddp: DdpSpec, specs: Sequence[TensorSpec], padding: int = 0) -> None:
         self.initial = layout(ddp.rebuilt_buckets or ddp.initial_buckets, specs)
         self.rebuilt: Layout | None = self.initial if ddp.rebuilt_buckets else None
         self.first_tag: int | None = 0 if ddp.rebuilt_buckets else None
         self.first_passes = 2 if ddp.static_graph else 1  # reductions that DDP makes with the initial layout
         self._pending = ddp.layout_pending  # the initial layout need not apply to the first pass after the attach
         self._specs = specs
+        self._padding = padding
         self._order: tuple[int, np.ndarray] | None = None  # tag and content of the first layout broadcast
 
     def wanted(self, length: int) -> bool:
         """Whether a broadcast of `length` bytes may be one of the two that tell the rebuilt layout."""
-        return self.rebuilt is None and length <= 4 * (len(self._specs) + 1)
+        return self.rebuilt is None and length <= 4 * (len(self._specs) + 1) + self._padding
 
     def broadcast(self, tag: int, data: np.ndarray) -> bool:
         """Take a broadcast's bytes; True if the rebuilt layout is known now and was not before."""
-        if self.rebuilt is not None or len(data) % 4:
+        count = len(self._specs)
+        order = self._integers(data, count + 1)
+        if self.rebuilt is not None:
             return False
-        values = np.frombuffer(data, np.int32)
-        if looks_like_order(values, len(self._specs)):
+        if order is not None and looks_like_order(order, count):
             if self._order is None or self._order[0] != tag:
-                self._order = (tag, values.copy())
+                self._order = (tag, order)
         elif self._order is not None and tag == self._order[0] + 1:
+            sizes = self._integers(data, int(self._order[1][-1]))
+            if sizes is None:
+                return False
             try:
-                self.rebuilt = layout(parse_rebuilt(self._order[1], values, len(self._specs)), self._specs)
+                self.rebuilt = layout(parse_rebuilt(self._order[1], sizes, count), self._specs)
             except LayoutError:
                 self._order = None
                 return False
             self.first_tag = tag + 1
             return True
         return False
+
+    def _integers(self, data: np.ndarray, count: int) -> np.ndarray | None:
+        """int32[count], if the bytes of a broadcast are that many."""
+        if not 4 * count <= len(data) <= 4 * count + self._padding:
+            return None
+        return np.frombuffer(data[: 4 * count].tobytes(), np.int32)
 
     def report(self, indices: Sequence[Sequence[int]], nbytes: Sequence[int]) -> str | None:
         """Take the layout that rank 0 read from DDP's logging data; a reason if it cannot be right."""

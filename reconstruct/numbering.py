@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reconstruct.gloo import Request
+from reconstruct.decoder import Request
 
 FOREVER = 1 << 62
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from reconstruct import schedule
-from reconstruct.gloo_events import ALLREDUCE, BROADCAST
+from reconstruct.decoder import ALLREDUCE, BROADCAST
 from reconstruct.gloo_watch import SeenMessage
 
 __all__ = ["Collective", "Link", "Measured", "Part"]
@@ -52,7 +52,7 @@ _UNKNOWN = Measured(None, 0)
 
 @dataclass(slots=True)
 class Collective:
-    """A collective of kind `kind` (see `gloo_events.KIND_NAMES`) with tag `tag`.
+    """A collective of kind `kind` (see `decoder.KIND_NAMES`) with tag `tag`.
 
     longest: bytes of its longest message; best: most bytes captured of one message; time: of its newest message, ns.
     """

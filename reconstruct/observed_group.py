@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from reconstruct.gloo_events import ALLREDUCE, KIND_NAMES, Group, LinkLost, Request
+from reconstruct.decoder import ALLREDUCE, KIND_NAMES, LinkLost, Request
+from reconstruct.gloo_events import Group
 from reconstruct.gloo_watch import SeenMessage
 from reconstruct.observed_collective import Collective, Link, Measured
 

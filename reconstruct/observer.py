@@ -21,9 +21,11 @@ from mirror.block import Block
 from mirror.flows import Flows
 from mirror.spans import CLOSE, DATA, HOLE, OPEN, Spans
 from mirror.tcp import TcpReassembler
+from mirror.vantage import Vantage
 from reconstruct import schedule
+from reconstruct.decoder import IGNORE, LENGTHS, LinkLost, Plan, Request
 from reconstruct.framing import PREAMBLE_BYTES, search
-from reconstruct.gloo_events import IGNORE, LENGTHS, Group, LinkLost, Plan, Request
+from reconstruct.gloo_events import Group
 from reconstruct.gloo_watch import GLOO, OTHER, RENDEZVOUS, TLS, UNKNOWN, GlooFlow, WatchedDecoder
 from reconstruct.observed_collective import Link
 from reconstruct.observed_group import Finished, LinkSeen, ObservedGroup
@@ -88,15 +90,16 @@ def _cut(spans: Spans, first: int, last: int) -> Spans:
 
 
 class Observer:
-    """Watches frames. flows: most directions of connections known at once; reorder_bytes: see `TcpReassembler`."""
+    """Watches frames. flows: most directions of connections known at once; reorder_bytes, vantage: see
+    `TcpReassembler`."""
 
-    def __init__(self, flows: int = 1 << 16, reorder_bytes: int = 64 << 20) -> None:
+    def __init__(self, flows: int = 1 << 16, reorder_bytes: int = 64 << 20, vantage: Vantage | None = None) -> None:
         self.flows = Flows(flows)
         self.groups: dict[str, ObservedGroup] = {}
         self.finished: list[Finished] = []
         self.problems: deque[str] = deque(maxlen=8)
-        self._tcp = TcpReassembler(self.flows, reorder_bytes=reorder_bytes)
-        self._rendezvous = Rendezvous(self.flows)
+        self._tcp = TcpReassembler(self.flows, reorder_bytes=reorder_bytes, vantage=vantage)
+        self._rendezvous = Rendezvous(self.flows, self._tcp.segments.vantage)
         self._decoder = WatchedDecoder(self.flows)
         self._decoder.planner = self._plan
         self._data = np.zeros(flows, np.int64)
@@ -204,7 +207,11 @@ class Observer:
         for name, view in list(self.groups.items()):
             if view is known and view.live:
                 self._decoder.remove_group(name)
-            elif view.live and any(end in taken for context in view.group.contexts for end in context.values()):
+            elif (
+                view.live
+                and view.group.vantage == group.vantage
+                and any(end in taken for context in view.group.contexts for end in context.values())
+            ):
                 self._end_group(name)  # an earlier job: its listeners' ports are used again
         try:
             self._decoder.add_group(group)

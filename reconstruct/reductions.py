@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reconstruct import schedule
-from reconstruct.buckets import Bucket, Layout
-from reconstruct.gloo import IGNORE, RAW, AllReduce, GlooDecoder, Plan, Request
+from reconstruct.buckets import Layout
+from reconstruct.decoder import IGNORE, RAW, AllReduce, Decoder, Plan, Request
 from reconstruct.landing import Landing
 
 MAX_REDUCTIONS = 4096
@@ -31,13 +30,12 @@ class Reduction:
 class Reductions:
     """What is known of a group's collectives with tags from `forget` on."""
 
-    def __init__(self, group: str, decoder: GlooDecoder, world_size: int) -> None:
+    def __init__(self, group: str, decoder: Decoder) -> None:
         self.held: dict[int, Reduction] = {}
         self.seen: dict[int, int] = {}  # tag of any collective -> when its first payload was captured
         self._foreign: set[int] = set()
         self._group = group
         self._decoder = decoder
-        self._world = world_size
 
     def note(self, request: Request) -> None:
         """Any collective of the group was seen."""
@@ -55,7 +53,11 @@ class Reductions:
         reduction = self.held.setdefault(tag, Reduction(request.time))
         reduction.time = min(reduction.time, request.time)
         if reduction.size is None and current is not None:
-            sizes = {(b.nbytes, b.itemsize) for b in current.buckets if self._can_send(b, request)}
+            sizes = {
+                (b.nbytes, b.itemsize)
+                for b in current.buckets
+                if self._decoder.can_begin(request, b.nbytes, b.itemsize)
+            }
             if not sizes:
                 self.exclude(tag)
                 return IGNORE
@@ -65,14 +67,6 @@ class Reductions:
             return AllReduce(reduction.size, reduction.itemsize)
         reduction.raw = True
         return RAW
-
-    def _can_send(self, bucket: Bucket, request: Request) -> bool:
-        """Whether the first message that was seen on a link can be one of the bucket's. After a gap it may be any."""
-        size = bucket.nbytes, bucket.itemsize, self._world
-        if request.proven:
-            return bool(schedule.first_length(*size, request.sender) == request.length)
-        segment = schedule.ring(*size)[3]
-        return request.length in (segment, bucket.nbytes % segment or segment)
 
     def exclude(self, tag: int) -> None:
         """The all-reduce is proven to be no bucket."""
@@ -89,7 +83,7 @@ class Reductions:
             reduction = self.held[tag]
             if reduction.time > until:
                 continue
-            if reduction.raw and not self.complete(tag):
+            if reduction.raw and (reduction.size is None or not self.complete(tag)):
                 self._place(tag, reduction, sizes)
             if reduction.size in plain:
                 found.append((tag, int(reduction.size or 0)))

@@ -2,7 +2,8 @@
 
 `reconstruct.tcpstore` reads single records. Here they are kept apart by store (two jobs behind one mirror both call
 their group `/default_pg/0`) and by attempt (a job that starts again at the same store registers the same ranks with
-other listeners), so a table never mixes ranks of two meshes.
+other listeners), so a table never mixes ranks of two meshes. And by vantage group: two tenants may have the same
+addresses, so a group is looked for only where its rendezvous was seen.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from mirror.flows import Flows
 from mirror.spans import Spans
+from mirror.vantage import Vantage
 from reconstruct.gloo_events import Group
 from reconstruct.tcpstore import StoreRecord, StoreWatcher, groups
 
@@ -20,7 +22,12 @@ _MOST_TABLES = 1024
 
 
 class _StoreByServer(StoreWatcher):
-    """Puts the store's address before the group's name: `10.0.0.1:29500/default_pg/0`."""
+    """Puts the store's address before the group's name, as in `10.0.0.1:29500/default_pg/0`, and before that the number
+    and name of its vantage group, if it is not that of all interfaces."""
+
+    def __init__(self, flows: Flows, vantage: Vantage) -> None:
+        super().__init__(flows)
+        self._vantage = vantage
 
     def _take(self, flow: int, kind: int, offset: int, address: int, length: int) -> list[StoreRecord]:
         found = super()._take(flow, kind, offset, address, length)
@@ -29,7 +36,9 @@ class _StoreByServer(StoreWatcher):
         client = flow if flow in self._conversations else int(self._flows.peer[flow])
         host, port = self._flows.endpoint_dst(client)
         server = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return [replace(record, group=server + record.group) for record in found]
+        seen = self._flows.vantage(client)
+        where = f"[{seen}: {self._vantage.name(seen)}] " if seen else ""
+        return [replace(record, group=where + server + record.group, vantage=seen) for record in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +62,8 @@ class Table:
 class Rendezvous:
     """Watches all flows for rendezvous traffic; `learn` takes spans and returns what they changed."""
 
-    def __init__(self, flows: Flows) -> None:
-        self._watcher = _StoreByServer(flows)
+    def __init__(self, flows: Flows, vantage: Vantage) -> None:
+        self._watcher = _StoreByServer(flows, vantage)
         self._tables: dict[str, Table] = {}  # by store and group: the newest attempt
         self._attempts: dict[str, int] = {}
 

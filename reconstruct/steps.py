@@ -1,6 +1,6 @@
 """From all-reduces and step markers to optimizer steps.
 
-`StepTracker` follows one job (one attach). It tells the gloo decoder what to do with each collective of DDP's process
+`StepTracker` follows one job (one attach). It tells the decoder what to do with each collective of DDP's process
 group (`plan`) and turns the reduced buckets between two markers into `StepReady`. It has no clock and no thread: `now`
 is passed in, in ns.
 
@@ -24,15 +24,16 @@ import numpy as np
 
 from flowcheck.description import JobDescription
 from reconstruct.buckets import Layout, reduced_specs
-from reconstruct.gloo import (
+from reconstruct.decoder import (
     ALLREDUCE,
     BROADCAST,
     IGNORE,
     NOT_THIS_SIZE,
+    POINT_TO_POINT,
     RAW,
     Conflict,
+    Decoder,
     Event,
-    GlooDecoder,
     LinkLost,
     Message,
     Plan,
@@ -59,8 +60,9 @@ __all__ = [
     "NO_WAITS", "Notice", "StepConfirmed", "StepLost", "StepReady", "StepTracker", "TrackerEvent", "Waits",
 ]
 
-POINT_TO_POINT = 0
 MAX_MARKERS = 1 << 16
+NCCL_PADDING = 1919
+"""LL128 sends whole groups of 1920 bytes; what lies behind a tensor's end in the last one is no part of it."""
 LAYOUT_STEPS = 4
 """DDP logs a rebuilt layout one step after the first that uses it; a report is not given up before so many steps."""
 
@@ -75,7 +77,7 @@ Fields = tuple[Mapping[str, Any], ...]
 class StepTracker:
     """Follows one job's process group. Raises nothing on bad traffic: it claims nothing instead.
 
-    decoder: the gloo decoder that holds the group `group`; predictor: hyper-parameters of steps without a marker;
+    decoder: the one that holds the group `group`; predictor: hyper-parameters of steps without a marker;
     attached: when the job attached, ns of capture time, None if not known.
     """
 
@@ -83,7 +85,7 @@ class StepTracker:
         self,
         description: JobDescription,
         group: str,
-        decoder: GlooDecoder,
+        decoder: Decoder,
         predictor: Predictor,
         waits: Waits,
         attached: int | None = None,
@@ -100,8 +102,9 @@ class StepTracker:
         self._predictor = predictor
         self._waits = waits
         self._specs = reduced_specs(description)
-        self._layouts = Layouts(description.ddp, self._specs)
-        self._table = Reductions(group, decoder, description.group.world_size)
+        padding = NCCL_PADDING if description.group.backend == "nccl" else 0
+        self._layouts = Layouts(description.ddp, self._specs, padding)
+        self._table = Reductions(group, decoder)
         self._numbers = Numbering(description.group.sequence, decoder.max_tag(group), attached)
         self._gaps: dict[tuple[int, int], int] = decoder.gaps(group)
         self._markers: dict[int, tuple[Marker, int]] = {}

@@ -62,6 +62,8 @@ class StoreRecord:
     ip: str
     port: int
     world_size: int | None
+    vantage: int | None = None
+    """The vantage group in which it was seen, where that is kept apart."""
 
 
 def parse_record(key: bytes, value: bytes) -> StoreRecord | None:
@@ -299,5 +301,6 @@ def groups(records: dict[tuple[str, int, int], StoreRecord]) -> list[Group]:
             listeners = [
                 {rank: (r.ip, r.port) for rank, r in sorted(contexts[c].items())} for c in sorted(contexts)
             ]
-            result.append(Group(name, world, listeners))
+            (seen,) = {r.vantage for ranks in contexts.values() for r in ranks.values()}
+            result.append(Group(name, world, listeners, vantage=seen))
     return result

@@ -19,7 +19,9 @@ from mirror.memory import address_of
 from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
 from reconstruct import gloo_state as g
-from reconstruct.gloo import AllReduce, Event, FlowClosed, GlooDecoder, Group, Reduced
+from reconstruct.decoder import AllReduce, Event, FlowClosed, Reduced
+from reconstruct.gloo import GlooDecoder
+from reconstruct.gloo_events import Group
 
 ALLREDUCE = 4
 Link = tuple[int, int]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from flowcheck.description import JobDescription
-from flowcheck.errors import NothingRestorable, UsageError
-from flowcheck.service import Revoked, snapshot_header
+from flowcheck.errors import NothingRestorable, Revoked, UsageError
+from flowcheck.service import snapshot_header
 from flowcheck.snapshot import Snapshot
 
 

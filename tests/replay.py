@@ -116,7 +116,7 @@ class Player:
                 result.notices.append(event.text)
 
     def _look(self) -> None:
-        for (_, tag), landing in self.pipeline.decoder._held.landings.items():
+        for (_, tag), landing in self.pipeline.gloo._held.landings.items():
             if landing.complete:
                 self.result.landed.setdefault(tag, landing.data.tobytes())
             mask = np.ones(landing.size, bool)

@@ -90,7 +90,6 @@ class SyntheticJob:
     def attach(self) -> None:
         """The job attaches here."""
         self.wait(SECOND)
-        listeners = {r: (f"10.0.0.{r + 1}", self.wire.base_port + r) for r in range(self.world)}
         specs = [TensorSpec("float32", (n,), (1,)) for n in SIZES]
         names = [f"p{i}" for i in range(len(SIZES))]
         ddp = DdpSpec(
@@ -102,10 +101,14 @@ class SyntheticJob:
             torch.backends.cpu.get_cpu_capability(), "cpu",
             [ParameterSpec(n, s, i, ()) for i, (n, s) in enumerate(zip(names, specs, strict=True))], [],
             OptimizerSpec("SGD", [GroupSpec(tuple(names), dict(self.groups[0]))], {}), ddp,
-            GroupRecord("0", self.world, [listeners], self.sequence),
+            self._group(),
         )  # fmt: skip
         self.attached = self.now
         self.wait(SECOND // 10)
+
+    def _group(self) -> GroupRecord:
+        listeners = {r: (f"10.0.0.{r + 1}", self.wire.base_port + r) for r in range(self.world)}
+        return GroupRecord("0", self.world, [listeners], self.sequence)
 
     @property
     def description(self) -> JobDescription:

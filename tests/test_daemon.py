@@ -23,9 +23,8 @@ from flowcheck import daemon as daemon_module
 from flowcheck.capture import fresh
 from flowcheck.config import DaemonConfig
 from flowcheck.daemon import Daemon
-from flowcheck.errors import FlowcheckError, NothingRestorable, UsageError
+from flowcheck.errors import FlowcheckError, NothingRestorable, Revoked, UsageError
 from flowcheck.job import Job
-from flowcheck.service import Revoked
 from flowcheck.store import Store
 from mirror.block import Block, SourceCounters
 from reconstruct.arena import ShadowError
@@ -72,7 +71,7 @@ class Node:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
         self.ring = Ring()
         self.lines: list[str] = []
-        monkeypatch.setattr(daemon_module, "open_sources", lambda _: [self.ring])
+        monkeypatch.setattr(daemon_module, "open_sources", lambda *_: [self.ring])
         monkeypatch.setattr(daemon_module, "log", self.lines.append)
         self.daemon = Daemon(DaemonConfig(interfaces=("ring",), **config))
         self.jobs = self.daemon._jobs
@@ -165,12 +164,14 @@ def test_steps_are_applied_journalled_persisted_and_handed_out(node: Callable[..
     for number in range(1, 6):
         here.step(job, held)
         wait_for(lambda n=number: held.checked == n)
+        wait_for(lambda n=number: here.jobs.status()["persisted"] == n // 2 * 2)  # a slow disk may pass over steps
     fetch = here.jobs.open(None, None)
     assert np.array_equal(read(fetch), expected(job, 5)) and fetch.header["notes"] == []
     fetch.close()
     status = here.jobs.status()
     assert (status["step"], status["confirmed"], status["coverage"], status["frozen"]) == (5, True, 1.0, None)
-    wait_for(lambda: here.daemon._capture.pipeline.decoder._held.budget._spare)  # gradients' memory is taken again
+    assert held.shadow.apply_wait == held.pace.wait < 1.0
+    wait_for(lambda: here.daemon._capture.pipeline.gloo._held.budget._spare)  # gradients' memory is taken again
     assert here.finish() == []
     lines = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]

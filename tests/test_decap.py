@@ -266,9 +266,35 @@ def test_cut_by_the_switch_is_not_cut_by_the_snaplen(wrap) -> None:
     assert [one.cut for one in vantage.tunnels()] == [1] * len(vantage.tunnels())
     whole = wrap(frame)
     counts = counts_of(whole[:300], wirelen=[len(whole)])
-    assert counts["truncated"] == 1 and "cut_by_switch" not in counts
+    assert (counts["truncated"], counts["cut_by_snaplen"]) == (1, 1) and "cut_by_switch" not in counts
     icmp = wrap(ip4(bytes(600), 1)[:128])
     assert counts_of(icmp)["cut_by_switch"] == 1
+
+
+def test_every_frame_that_is_not_whole_is_told_once_and_by_who_cut_it() -> None:
+    arp, roce = bytes(12) + b"\x08\x06" + bytes(28), bytes(12) + b"\x08\x00" + ip4(bytes(500), 17)[14:]
+    whole = [tcp_frame(bytes(500)), ip4(bytes(500), 1), arp, roce, tcp_frame(bytes(500))[:300]]
+    short = [frame[:40] for frame in whole]
+    counts = counts_of(*short, *whole, wirelen=[len(frame) for frame in (*whole, *whole)])
+    # Two frames of the last kind: one that the switch cut, and one that the snaplen cut once more.
+    assert (counts["cut_by_snaplen"], counts["cut_by_switch"]) == (4, 2)
+    moved_out = block_of([INNER], vlan=0x81000005, wirelen=[len(INNER) + 4])
+    segments = Segments()
+    parse(moved_out, Flows(4), segments)
+    assert segments.counts()["cut_by_snaplen"] == 0, "a tag that the kernel moved out was on the wire"
+
+
+def test_encapsulations_are_counted_by_name() -> None:
+    segments = Segments()
+    frames = [INNER, vlan(INNER, 0), vlan(INNER, 5, 6), vlan(erspan2(vlan(INNER, 3)), 4), vxlan(vlan(INNER, 1, 2)),
+              gre_ethernet(INNER), ttag(ip4(INNER[34:], 6)), erspan2(erspan3(INNER))]
+    parse(block_of(frames), Flows(8), segments)
+    assert segments.encapsulations() == {
+        "vlan": 2, "qinq": 2, "ttag": 1, "erspan2": 2, "erspan3": 1, "gre-ethernet": 1, "vxlan": 1}
+    for tag, name in (((), "vlan"), ((7,), "qinq")):
+        segments = Segments()
+        parse(block_of([vlan(INNER, *tag)], vlan=0x88A80005), Flows(8), segments)
+        assert segments.encapsulations() == {name: 1}, "one of the tags may have been moved out"
 
 
 @pytest.mark.parametrize("wrap", [erspan1, erspan2, gre_ethernet, vxlan])
@@ -516,7 +542,8 @@ def test_a_tunnel_is_what_its_text_says(tunnel: Tunnel) -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    for options in ({"tunnels": 12}, {"tunnels": 4}, {"depth": -1}, {"vxlan_ports": (0,)}, {"vxlan_ports": (65536,)}):
+    for options in ({"tunnels": 12}, {"tunnels": 4}, {"depth": -1}, {"vxlan_ports": (0,)}, {"vxlan_ports": (65536,)},
+                    {"vxlan_ports": (4789, 4791)}):
         with pytest.raises(ValueError):
             Vantage(**options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="eth0 is in group 'a' already"):

@@ -127,7 +127,7 @@ DROP = object()
 @pytest.mark.parametrize(
     ("path", "value", "field"),
     [
-        ("version", 2, "description.version"),
+        ("version", 3, "description.version"),
         ("run", "../etc", "run"),
         ("run", ".hidden", "run"),
         ("run", "a" * 65, "run"),

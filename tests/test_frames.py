@@ -25,7 +25,7 @@ from tcp_frames import START, block_of, tcp_frame
 from mirror.block import Block
 from mirror.flows import EPOCH, SEED, Flows, add, find, mix
 from mirror.flows import address_words as words_of
-from mirror.frames import Segments, parse
+from mirror.frames import Datagrams, Segments, parse
 
 PAYLOAD = bytes(range(256)) * 2
 V4 = IP(src="10.0.0.1", dst="10.0.0.2")
@@ -230,6 +230,48 @@ def test_damaged_frames_are_read_within_their_bounds(name: str, seed: int, damag
     segments = check_guarded(bytes(frame[: dice.randint(1, len(frame))]), linktype)
     for row in segments.numbers[: segments.n].tolist():
         assert 0 <= row[3] <= row[4]
+
+
+PLAIN = {
+    "ipv4": ETHER / V4 / UDP(sport=69, dport=4791) / Raw(PAYLOAD),
+    "ipv4 with options": ETHER / IP(options=[IPOption_Timestamp(flg=0)]) / UDP(dport=4791) / Raw(PAYLOAD),
+    "ipv4 fragment": ETHER / IP(src="10.0.0.1", flags="MF") / UDP(dport=4791) / Raw(PAYLOAD),
+    "ipv6": ETHER / V6 / UDP(sport=69, dport=4791) / Raw(PAYLOAD),
+    "ipv6 with an extension": ETHER / V6 / IPv6ExtHdrDestOpt() / UDP(dport=4791) / Raw(PAYLOAD),
+    "tagged": ETHER / Dot1Q(vlan=0) / V4 / UDP(dport=4791) / Raw(PAYLOAD),
+    "another port": ETHER / V4 / UDP(sport=4791, dport=4790) / Raw(PAYLOAD),
+    "tcp": ETHER / V4 / TCP(dport=4791) / Raw(PAYLOAD),
+}
+
+
+def datagrams_of(frame: bytes, wirelen: int, moved_out: bool) -> tuple[list[list[int]], dict[str, int]]:
+    """Rows (addresses from the frame on) and counters; no frame with a tag moved out goes the short way."""
+    segments = Segments(datagrams=Datagrams())
+    block = block_of([frame], vlan=0x81000007 if moved_out else -1, wirelen=[wirelen + 4 * moved_out], vantage=9)
+    parse(block, Flows(4), segments)
+    start = block.base.__array_interface__["data"][0]
+    assert segments.datagrams is not None
+    rows = segments.datagrams.numbers[: segments.datagrams.n] - [start, start, start, start, 0, 0]
+    counts = segments.counts()
+    assert counts.pop("vlan_tagged") >= moved_out
+    counts.pop("qinq")
+    return rows.tolist(), counts
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_short_way_of_roce_frames_comes_to_the_same(name: str) -> None:
+    frame = bytes(PLAIN[name])
+    for cut in (len(frame), 61, 62, 45, 100, len(frame) - 1):
+        for wirelen in {cut, len(frame)}:
+            assert datagrams_of(frame[:cut], wirelen, False) == datagrams_of(frame[:cut], wirelen, True)
+    for at in range(12, 60):
+        for value in (0, 1, 0x45, 0x46, 0x60, 0xFF):
+            damaged = frame[:at] + bytes([value]) + frame[at + 1 :]
+            assert datagrams_of(damaged, len(damaged), False) == datagrams_of(damaged, len(damaged), True), (at, value)
+    trailer = frame + bytes(7)
+    assert datagrams_of(trailer, len(trailer), False) == datagrams_of(trailer, len(trailer), True)
+    rows, _ = datagrams_of(frame, len(frame), False)
+    assert bool(rows) == (name not in ("ipv4 fragment", "another port", "tcp"))
 
 
 def test_frames_outside_the_buffer_are_refused() -> None:

@@ -26,7 +26,7 @@ from mirror.capfile import CaptureFileSource
 from mirror.flows import Flows
 from mirror.tcp import TcpReassembler
 from reconstruct import schedule
-from reconstruct.gloo import (
+from reconstruct.decoder import (
     ALLREDUCE,
     BROADCAST,
     IGNORE,
@@ -37,14 +37,14 @@ from reconstruct.gloo import (
     Conflict,
     Event,
     FlowClosed,
-    GlooDecoder,
-    Group,
     LinkLost,
     Message,
     Plan,
     Reduced,
     Request,
 )
+from reconstruct.gloo import GlooDecoder
+from reconstruct.gloo_events import Group
 from reconstruct.tcpstore import StoreWatcher, groups
 
 

@@ -14,16 +14,8 @@ from gloo_traffic import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reconstruct.gloo import (
-    ALLREDUCE,
-    BROADCAST,
-    IGNORE,
-    LENGTHS,
-    RAW,
-    AllReduce,
-    GlooDecoder,
-    LinkLost,
-)
+from reconstruct.decoder import ALLREDUCE, BROADCAST, IGNORE, LENGTHS, RAW, AllReduce, LinkLost
+from reconstruct.gloo import GlooDecoder
 
 
 def _stream(payloads: list[bytes]) -> Job:

@@ -18,16 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reconstruct import gloo_state as g
+from reconstruct.decoder import ALLREDUCE, BROADCAST, NOT_THIS_SIZE, RAW, LinkLost, Message, Reduced
 from reconstruct.framing import MAX_NOTICES, Pending, lost_payloads
-from reconstruct.gloo import (
-    ALLREDUCE,
-    BROADCAST,
-    NOT_THIS_SIZE,
-    RAW,
-    LinkLost,
-    Message,
-    Reduced,
-)
 from reconstruct.gloo_lanes import LaneTable
 from reconstruct.gloo_recovery import after_gap
 

@@ -17,16 +17,7 @@ from gloo_traffic import (
     ring_messages,
 )
 
-from reconstruct.gloo import (
-    ALLREDUCE,
-    NOT_THIS_SIZE,
-    RAW,
-    AllReduce,
-    Conflict,
-    LinkLost,
-    Message,
-    Reduced,
-)
+from reconstruct.decoder import ALLREDUCE, NOT_THIS_SIZE, RAW, AllReduce, Conflict, LinkLost, Message, Reduced
 
 # Conflicts
 

@@ -398,6 +398,102 @@ def test_an_evicted_flow_is_closed_and_its_id_begins_anew() -> None:
         assert message.data[:4096] == DATA[:4096] and message.holes == [(4096, 8000 - 4096)]
 
 
+def test_a_busy_flow_is_not_the_one_that_gives_way() -> None:
+    """Also the flow with id 0, whose packets all take the short cut."""
+    wire = Wire(QueuePairs(2))
+    busy = frames_of(Sender(mtu=256))
+    wire.feed(*busy[:3])
+    for number in range(6):
+        other = frames_of(Sender(ends={"qp": 0x20 + number}))
+        wire.feed(*busy[3 + 4 * number : 7 + 4 * number], *other)
+    assert wire.flows.evicted == 5 and wire.flows.find_pair(0, A, B, 0x11) == 0
+    assert wire.recorder.messages[0].present == DATA[: 27 * 256]
+
+
+def unsigned(frame: bytes) -> bytes:
+    """Another source port: the CRC is wrong now, which a reassembler believes of a source that has no right ones."""
+    at = 34 if frame[12:14] == b"\x08\x00" else 54
+    return frame[:at] + b"\x01\x02" + frame[at + 2 :]
+
+
+def resized(frame: bytes, udp_length: int) -> bytes:
+    return frame[:38] + udp_length.to_bytes(2, "big") + frame[40:]
+
+
+STRANGE = {
+    "the next one": roce_frame(MIDDLE, 2, b"x" * 1024),
+    "of another sender": roce_frame(MIDDLE, 2, b"x" * 1024, src="10.0.0.7"),
+    "to another receiver": roce_frame(MIDDLE, 2, b"x" * 1024, dst="10.0.0.7"),
+    "over IPv6": roce_frame(MIDDLE, 2, b"x" * 1024, src="fd00::1", dst="fd00::2"),
+    "to another queue pair": roce_frame(MIDDLE, 2, b"x" * 1024, qp=0x12),
+    "to a queue pair with the same low bits": roce_frame(MIDDLE, 2, b"x" * 1024, qp=0x111),
+    "repeated": roce_frame(MIDDLE, 1, DATA[1024:2048]),
+    "ahead": roce_frame(MIDDLE, 3, DATA[3072:4096]),
+    "at the place of the last": roce_frame(MIDDLE, 7, b"x" * 1024),
+    "shorter": roce_frame(MIDDLE, 2, b"x" * 512),
+    "longer": roce_frame(MIDDLE, 2, b"x" * 2048),
+    "padded": roce_frame(MIDDLE, 2, b"x" * 1023),
+    "of another version": roce_frame(MIDDLE, 2, b"x" * 1024, flags=1),
+    "of another service": roce_frame(MIDDLE | 0x20, 2, b"x" * 1024),
+    "of a SEND": roce_frame(1, 2, b"x" * 1024),
+    "cut off": roce_frame(MIDDLE, 2, b"x" * 1024)[:900],
+    "without its CRC": roce_frame(MIDDLE, 2, b"x" * 1024)[:-4],
+    "with a UDP length of 0": resized(roce_frame(MIDDLE, 2, b"x" * 1024), 0),
+    "with a UDP length too large": resized(roce_frame(MIDDLE, 2, b"x" * 1024), 2000),
+    "with a UDP length too small": resized(roce_frame(MIDDLE, 2, b"x" * 1024), 1000),
+    "headers only": roce_frame(MIDDLE, 2, b"x" * 1024)[:58],
+}
+
+
+def compare(frames: list[bytes], wirelen: list[int] | None = None, vantage: int = 0) -> int:
+    """Frames in one block, where the short cut may be taken, and one by one with the CRC looked at, where it never is:
+    the same spans. Returns their number."""
+    short, long = Wire(), Wire(check_icrc=True)
+    frames = [unsigned(frame) for frame in frames]
+    lengths = wirelen or [len(frame) for frame in frames]
+    for wire in (short, long):
+        head = block_of(frames[:2], vantage=0, wirelen=lengths[:2])
+        tail = block_of(frames[2:], vantage=vantage, wirelen=lengths[2:])
+        spans = wire.read(wire.roce.feed(head, START)) + wire.read(wire.roce.feed(tail, START)) + wire.flush()
+        if wire is short:
+            seen = spans
+    assert spans == seen
+    ignored = {"icrc_ok", "icrc_bad", "icrc_unchecked"}
+    counts = [{k: v for k, v in wire.roce.counters().items() if k not in ignored} for wire in (short, long)]
+    assert counts[0] == counts[1]
+    return len(spans)
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_the_short_cut_takes_only_what_simply_is_the_next_packet(name: str) -> None:
+    frames = frames_of(Sender())
+    strange = STRANGE[name]
+    full = max(len(strange), len(frames[2]))
+    for rest in (frames[2:], frames[3:]):
+        block = [frames[0], frames[1], strange, *rest]
+        assert compare(block) > 8
+        assert compare(block, [len(f) if f is not strange else full for f in block]) > 8
+
+
+def test_the_short_cut_keeps_groups_apart_and_ends_with_the_message() -> None:
+    frames = frames_of(Sender())
+    assert compare([*frames[:7], roce_frame(MIDDLE, 7, bytes(1024)), *frames[7:]]) == compare(frames)
+    assert compare(frames, vantage=3) > compare(frames)
+
+
+def test_the_short_cut_stops_where_spans_would_not_fit() -> None:
+    """It never writes beyond the arrays, whatever the bound; the other way says so."""
+    wire = Wire()
+    frames = frames_of(Sender())
+    wire.feed(*frames[:2])
+    where = wire.roce._prepare(8)
+    where[18] = 3                        # entries of the span arrays, see mirror.roce_state.machine
+    wire.roce._machine = where
+    with pytest.raises(IndexError, match="more spans"):
+        wire.roce._prepare = lambda packets: where  # type: ignore[method-assign]
+        wire.roce.feed(block_of(frames[2:]), START)
+
+
 def test_rows_are_used_again_and_repeats_of_forgotten_messages_do_no_harm() -> None:
     wire = Wire(messages=64)
     sender = Sender()

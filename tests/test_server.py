@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from test_description import job
 from flowcheck import client, protocol
 from flowcheck.connection import Connection, Unreachable
 from flowcheck.description import BufferSpec, JobDescription, TensorSpec
-from flowcheck.errors import BadConfig, FlowcheckError, NothingRestorable, UsageError
+from flowcheck.errors import BadConfig, FlowcheckError, NothingRestorable, Revoked, UsageError
 from flowcheck.protocol import CHUNK, WINDOW
 from flowcheck.server import Deadlines, Server
 from flowcheck.sessions import digest
@@ -122,15 +122,36 @@ def test_a_chunk_damaged_on_the_way_is_noticed(
         client.fetch(server.endpoints[0])
 
 
-def test_a_revoked_step_ends_the_fetch_with_its_reason(service: Recording, server: Server) -> None:
+@pytest.mark.parametrize(("step", "asked"), [(42, 1), ("latest", client.TRIES)])
+def test_a_revoked_step_ends_the_fetch_with_its_reason(
+    service: Recording, server: Server, step: int | Literal["latest"], asked: int
+) -> None:
     service.snapshot = snapshot()
 
     def revoke(done: int, total: int) -> None:
         service.revoked = True
 
-    with pytest.raises(FlowcheckError, match="the step was needed: ask again"):
-        client.fetch(server.endpoints[0], progress=revoke)
-    assert wait_for(lambda: service.readings[0].closed)
+    with pytest.raises(Revoked, match="the step was needed: ask again"):
+        client.fetch(server.endpoints[0], step=step, progress=revoke)
+    assert wait_for(lambda: len(service.readings) == asked and all(reading.closed for reading in service.readings))
+
+
+def test_the_latest_step_is_asked_for_anew_when_training_overtakes_the_reading(
+    service: Recording, server: Server
+) -> None:
+    service.snapshot = snapshot()
+
+    def overtake(done: int, total: int) -> None:
+        service.revoked = len(service.readings) < 3
+        if service.snapshot is not None:
+            service.snapshot.step += 1
+
+    def open_() -> None:
+        service.revoked = False
+
+    service.before_open = open_
+    assert client.fetch(server.endpoints[0], progress=overtake).step > 43
+    assert len(service.readings) == 3
 
 
 def test_status_and_ping(service: Recording, server: Server) -> None:

@@ -150,8 +150,8 @@ def test_memory_of_applied_steps_is_used_again() -> None:
     follower = Follower(trained(12))
     follower.run()
     follower.check(12)
-    budget = follower.pipeline.decoder._held.budget
-    assert budget._spare and follower.pipeline.decoder.counters["memory_bytes"] < 8 * 4 * sum(SIZES) + 4096
+    budget = follower.pipeline.gloo._held.budget
+    assert budget._spare and follower.pipeline.gloo.counters["memory_bytes"] < 8 * 4 * sum(SIZES) + 4096
 
 
 def test_a_flood_of_reductions_without_a_step_is_bounded() -> None:
@@ -161,5 +161,5 @@ def test_a_flood_of_reductions_without_a_step_is_bounded() -> None:
         job.allreduce(ones)
     follower = Follower(job).run(per_block=512, final=False)
     assert follower.lost is not None and "no optimizer step" in follower.lost.reason
-    assert follower.pipeline.decoder.counters["memory_bytes"] < 1 << 20
+    assert follower.pipeline.gloo.counters["memory_bytes"] < 1 << 20
     assert [type(e) for e in follower.events if isinstance(e, StepLost)] == [StepLost]

@@ -247,6 +247,30 @@ def test_fin_after_its_own_acknowledgment_and_later_segments() -> None:
     assert wire.feed(data(2, b"", flags=ACK | FIN)) == [("close", 0, 2, 0)]
 
 
+def test_a_fin_that_comes_before_everything_else() -> None:
+    """A short connection over two planes: its end may be read before its start."""
+    wire = Wire()
+    fin, payload = data(4, b"", flags=FIN | ACK), data(0, b"abcd")
+    for first in ((fin, syn(), payload), (fin, payload, syn())):
+        wire = Wire()
+        spans = [span for frame in (*first, acked(5)) for span in wire.feed(frame)] + wire.flush()
+        assert spans == [("open", 0, 0, 1), ("data", 0, 0, b"abcd"), ("close", 0, 4, 0)]
+    wire = Wire()
+    wire.feed(data(0, b"", flags=FIN | ACK), syn())
+    assert wire.feed(acked(1)) == wire.flush() == [], "the FIN is no byte"
+
+
+def test_a_fin_alone_is_no_stream() -> None:
+    wire = Wire()
+    assert wire.feed(data(0, b"", flags=FIN | ACK)) == wire.expire(SECOND) == wire.flush() == []
+    assert wire.feed(data(7, b"after")) == []
+    assert wire.expire(SECOND) == [("open", 0, 0, 0), ("data", 0, 0, b"after")]
+    # One of an older connection does not end what comes after it.
+    wire = Wire()
+    wire.feed(data(0, b"", flags=FIN | ACK), data(0, b"new"), data(3, b"er"))
+    assert wire.expire(SECOND) == [("open", 0, 0, 0), ("data", 0, 0, b"newer")]
+
+
 def test_rst_closes_and_waits_the_grace_for_what_is_missing() -> None:
     wire = opened()
     wire.feed(data(0, b"ab"))

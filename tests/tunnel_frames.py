@@ -121,14 +121,14 @@ WRAPPINGS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def frames_of(path: Path) -> list[Frame]:
-    """(time, bytes) of every frame of a capture."""
+def frames_of(path: Path, *, cut: bool = False) -> list[Frame]:
+    """(time, bytes) of every frame of a capture, none of which the snaplen may have cut, unless `cut` is set."""
     frames: list[Frame] = []
     source = CaptureFileSource([path])
     while not source.finished:
         block = source.read(0)
         if block is not None:
-            assert block.linktype == 1 and (block.caplen == block.wirelen).all()
+            assert block.linktype == 1 and (cut or (block.caplen == block.wirelen).all())
             frames += [(ts, block.base[at : at + size].tobytes()) for at, size, ts in
                        zip(block.offset.tolist(), block.caplen.tolist(), block.ts.tolist(), strict=True)]
             source.release(block)

@@ -237,15 +237,15 @@ def frames_of(
     """
     comm = Communicator(job) if communicator is None else communicator
     made: list[tuple[int, Link, bytes]] = []
-    clock = float(start)
+    elapsed = 0.0  # apart from `start`: a float of today's nanoseconds has steps of 256
     for call in calls:
         work = Work(job, call)
         for event in comm.events(work):
             for frame in comm.made(work, event, True):
-                clock += len(frame) / _LINE_RATE
+                elapsed += len(frame) / _LINE_RATE
                 ends = (event.lane.sender, event.lane.receiver)
                 source, target = ends if event.kind == DATA else ends[::-1]
-                made.append((int(clock), (job.ports[source], job.ports[target]), bytes(frame)))
+                made.append((start + int(elapsed), (job.ports[source], job.ports[target]), bytes(frame)))
     return made
 
 

@@ -1,0 +1,1 @@
+"""`flowcheck doctor`: whether a mirror delivers what is needed, and what to change."""

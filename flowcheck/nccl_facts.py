@@ -1,0 +1,348 @@
+"""What the trainers know of their NCCL communicator, as facts for the checkpoint node.
+
+Every rank contributes what it can see alone (`contribution`): its node, the addresses of the node's RDMA interfaces,
+NCCL's version and settings, and what its NCCL log says. Rank 0 puts them together (`record`), and refuses by name what
+could not be read from the wire, with what to change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowcheck.nccl_log import Communicator, Log, parse, ring_of
+from flowcheck.nccl_record import MAX_ADDRESSES, NcclRecord
+from flowcheck.supported import Refused
+from reconstruct.nccl_versions import UnknownVersion, traits
+from reconstruct.nccl_versions import parse as parse_version
+
+__all__ = ["LOG_HOW", "contribution", "rdma_addresses", "record"]
+
+TREE, RING, NVLSTREE = 0, 1, 5  # NCCL's own numbers, as in reconstruct.nccl_schedule
+ALGORITHMS = {"tree": TREE, "ring": RING, "nvlstree": NVLSTREE}
+UNREADABLE = {
+    "collnetdirect": "its sums are made by the switches",
+    "collnetchain": "its sums are made by the switches",
+    "nvls": "its sums are made by the switches",
+    "pat": "it has no all-reduce",
+}
+PROTOCOLS = {"ll": 0, "ll128": 1, "simple": 2}
+BUFFERS = {"NCCL_BUFFSIZE": 8 * 524288, "NCCL_LL_BUFFSIZE": 8 * 65536, "NCCL_LL128_BUFFSIZE": 8 * 614400}
+THREADS = {"NCCL_NTHREADS": (512,), "NCCL_LL128_NTHREADS": (640,)}
+FORBIDDEN = {
+    "NCCL_TUNER_PLUGIN": "a tuner plugin changes channels and chunks call by call",
+    "NCCL_NVLS_CHUNKSIZE": "it changes the chunks of NVLSTree",
+    "NCCL_NVLSTREE_MAX_CHUNKSIZE": "it changes the chunks of NVLSTree",
+}
+SETTINGS = (
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_COLLNET_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_IB_QPS_PER_CONNECTION",
+    "NCCL_IB_SPLIT_DATA_ON_QPS", "NCCL_IB_DISABLE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS",
+    "NCCL_MAX_CTAS", "NCCL_IB_MERGE_NICS", "NCCL_NET_MERGE_LEVEL", *BUFFERS, *THREADS, *FORBIDDEN,
+)  # fmt: skip
+"""Variables that decide what is on the wire; all ranks must agree on them."""
+LOG_HOW = (
+    "start the trainers with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET,ENV NCCL_DEBUG_FILE=/tmp/nccl.%h.%p "
+    "(a few kilobytes per rank, once)"
+)
+MOST_LOG_BYTES = 64 << 20
+SYSFS = Path("/sys/class/infiniband")
+
+
+def contribution(rank: int, world_size: int) -> dict[str, Any]:
+    """This rank's part, JSON-ready.
+
+    Raises Refused for an InfiniBand link layer and a log that shows another network than NCCL's own over RDMA.
+    """
+    log = _own_log()
+    if "Socket" in log.networks:
+        raise Refused(
+            "NCCL runs over TCP sockets (NET/Socket), which is not followed: use RoCE adapters (NCCL_IB_DISABLE=0), or "
+            "the gloo backend"
+        )
+    for name in sorted(log.networks - {"IB"}):
+        raise Refused(
+            f"NCCL runs over NET/{name}, whose packets are not known here (EFA's can never be read): where adapters "
+            "speak RoCE, NCCL_NET=IB uses NCCL's own transport"
+        )
+    settings = {name: value for name, value in log.settings.items() if name in SETTINGS}
+    settings |= {name: os.environ[name].strip() for name in SETTINGS if name in os.environ}
+    return {
+        "node": _node(),
+        "addresses": rdma_addresses(),
+        "version": log.version or _torch_version(),
+        "settings": settings,
+        "communicators": [one.to_json() for one in log.of_group(rank, world_size)],
+    }
+
+
+def _own_log() -> Log:
+    """What this process's NCCL has written to its log so far; empty without one."""
+    template = os.environ.get("NCCL_DEBUG_FILE")
+    if not template:
+        return Log()
+    host = socket.gethostname().partition(".")[0]
+    path = Path(template.replace("%%", "\0").replace("%h", host).replace("%p", str(os.getpid())).replace("\0", "%"))
+    try:
+        with path.open("rb") as file:
+            return parse(file.read(MOST_LOG_BYTES).decode("utf-8", "replace").splitlines())
+    except OSError:
+        return Log()
+
+
+def _torch_version() -> str | None:
+    try:
+        return ".".join(str(part) for part in torch.cuda.nccl.version()[:3])
+    except (AttributeError, RuntimeError, TypeError):  # a build of torch without NCCL
+        return None
+
+
+def _node() -> str:
+    """What ranks of one node have in common, and no ranks of two nodes."""
+    told = os.environ.get("NCCL_HOSTID")
+    if told:
+        return told
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def rdma_addresses(sysfs: Path = SYSFS) -> list[str]:
+    """Addresses (GIDs) of this node's RDMA ports, or where it has none, those of its interfaces but loopback.
+
+    Raises Refused for ports with an InfiniBand link layer.
+    """
+    found: list[str] = []
+    ports = sorted(sysfs.glob("*/ports/*"))
+    layers = {port: _text(port / "link_layer") for port in ports}
+    if ports and all(layer == "InfiniBand" for layer in layers.values()):
+        raise Refused("the network is InfiniBand, whose packets a switch cannot mirror to Ethernet: only RoCE is read")
+    for port in ports:
+        if layers[port] == "InfiniBand":
+            continue
+        for gid in sorted(port.glob("gids/*")):
+            with contextlib.suppress(ValueError):
+                address = ipaddress.IPv6Address(_text(gid))
+                if int(address) and str(address) not in found:
+                    found.append(str(address.ipv4_mapped or address))
+    return list(dict.fromkeys(found))[:MAX_ADDRESSES] if found else _interface_addresses()[:MAX_ADDRESSES]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _interface_addresses() -> list[str]:
+    """IPv4 and IPv6 addresses of all interfaces that are up, loopback left out."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # down, or without an IPv4 address
+                (flags,) = struct.unpack("=H", fcntl.ioctl(probe, 0x8913, request)[16:18])  # SIOCGIFFLAGS
+                if flags & 1 and not flags & 8:  # IFF_UP, IFF_LOOPBACK
+                    found.append(socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24]))  # SIOCGIFADDR
+    for line in _text(Path("/proc/net/if_inet6")).splitlines():
+        address, _, _, _, _, name = line.split()
+        if name != "lo":
+            found.append(str(ipaddress.IPv6Address(int(address, 16))))
+    return found
+
+
+def record(contributions: Sequence[Mapping[str, Any]]) -> NcclRecord:
+    """The communicator's facts from every rank's contribution, by rank. Raises Refused with what to change."""
+    version, settings = _agreed(contributions)
+    nodes = _nodes(contributions)
+    if max(nodes) == 0:
+        raise Refused("all ranks are on one node: NCCL sends no gradients over the network")
+    addresses = _addresses(contributions, nodes)
+    protocols = _chosen(settings, "NCCL_PROTO", PROTOCOLS, {})
+    members = _members(contributions)
+    channels = max(one.channels or len(one.neighbours) for one in members)
+    try:
+        rings = [ring_of(channel, members) for channel in range(channels)]
+    except ValueError as error:
+        raise Refused(f"NCCL's log contradicts itself: {error}") from None
+    if not channels or any(ring is None for ring in rings):
+        raise Refused(f"the ring orders are not known: {LOG_HOW}")
+    heads, nvls_channels = _heads(members, nodes)
+    algorithms = _algorithms(settings, bool(heads))
+    pattern, search, chains = _trees(members, nodes, algorithms)
+    return NcclRecord(
+        version=version,
+        addresses=addresses,
+        nodes=nodes,
+        channels=channels,
+        rings=tuple(ring for ring in rings if ring is not None),
+        algorithms=algorithms,
+        protocols=protocols,
+        tree_pattern=pattern,
+        search_channels=search,
+        chains=chains,
+        heads=heads if NVLSTREE in algorithms else (),
+        nvls_channels=nvls_channels if NVLSTREE in algorithms else 0,
+        qps=_number(settings, "NCCL_IB_QPS_PER_CONNECTION", 1, range(1, 129)),
+        split=_flag(settings, "NCCL_IB_SPLIT_DATA_ON_QPS"),
+    )
+
+
+def _agreed(contributions: Sequence[Mapping[str, Any]]) -> tuple[str | None, dict[str, str]]:
+    """(version, settings), the same on all ranks and readable."""
+    told = [one["version"] for one in contributions if one["version"] is not None]
+    version = str(told[0]) if told else None
+    settings = dict(contributions[0]["settings"])
+    for rank, one in enumerate(contributions):
+        if one["version"] is not None and parse_version(one["version"]) != parse_version(str(version)):
+            raise Refused(f"rank {rank} has NCCL {one['version']}, another one {version}: use one release")
+        for name in SETTINGS:
+            mine, first = one["settings"].get(name), settings.get(name)
+            if mine != first:
+                raise Refused(f"{name} is {mine} on rank {rank} and {first} on rank 0: set it alike everywhere")
+    if version is not None:
+        try:
+            traits(version)
+        except UnknownVersion as error:
+            raise Refused(str(error)) from None
+    for name, usual in BUFFERS.items():
+        if name in settings and _number(settings, name, usual, None) != usual:
+            raise Refused(f"{name}={settings[name]} changes how messages are cut: unset it (the default is {usual})")
+    for name, allowed in THREADS.items():
+        if name in settings:
+            _number(settings, name, 0, allowed)
+    for name, why in FORBIDDEN.items():
+        if settings.get(name):
+            raise Refused(f"{name} is set: {why}, which cannot be read: unset it")
+    if settings.get("NCCL_COLLNET_ENABLE", "0") not in ("", "0"):
+        raise Refused("NCCL_COLLNET_ENABLE=1 has the switches make the sums, which cannot be read: set it to 0")
+    return version, settings
+
+
+def _number(settings: Mapping[str, str], name: str, usual: int, allowed: Sequence[int] | None) -> int:
+    text = settings.get(name, "")
+    if not text:
+        return usual
+    try:
+        value = int(text)
+    except ValueError:
+        raise Refused(f"{name}={text}: no number") from None
+    if allowed is not None and value not in allowed:
+        raise Refused(f"{name}={text} is not followed: unset it")
+    return value
+
+
+def _flag(settings: Mapping[str, str], name: str) -> bool | None:
+    return None if not settings.get(name) else bool(_number(settings, name, 0, None))
+
+
+def _nodes(contributions: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Node of each rank; nodes count in the order of their lowest rank."""
+    order: dict[str, int] = {}
+    return tuple(order.setdefault(str(one["node"]), len(order)) for one in contributions)
+
+
+def _addresses(contributions: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Every rank's node's addresses, without those that several nodes have (bridges of containers, for one)."""
+    of_node: dict[int, dict[str, None]] = {}
+    for node, one in zip(nodes, contributions, strict=True):
+        of_node.setdefault(node, {}).update(dict.fromkeys(one["addresses"]))
+    counts: dict[str, int] = {}
+    for known in of_node.values():
+        for address in known:
+            counts[address] = counts.get(address, 0) + 1
+    for node, known in of_node.items():
+        of_node[node] = {address: None for address in known if counts[address] == 1}
+        if not of_node[node]:
+            ranks = ", ".join(str(rank) for rank, at in enumerate(nodes) if at == node)
+            raise Refused(f"ranks {ranks} have no network address of their own: give their RDMA interfaces addresses")
+    return tuple(tuple(of_node[node]) for node in nodes)
+
+
+def _members(contributions: Sequence[Mapping[str, Any]]) -> list[Communicator]:
+    """The group's communicator in every rank's log."""
+    found = []
+    for rank, one in enumerate(contributions):
+        known = [Communicator.from_json(data) for data in one["communicators"]]
+        if not known:
+            raise Refused(f"rank {rank}'s NCCL log does not tell its rings: {LOG_HOW}")
+        if any(_shape(other) != _shape(known[0]) for other in known):
+            raise Refused(
+                f"rank {rank} has several communicators of this size with different rings: the log does not tell which "
+                "is DDP's; give the groups different sizes, or pin NCCL_MIN_NCHANNELS and NCCL_MAX_NCHANNELS"
+            )
+        found.append(known[0])
+    return found
+
+
+def _shape(one: Communicator) -> tuple[Any, ...]:
+    return one.channels, one.neighbours, one.trees, one.heads, one.nvls_channels
+
+
+def _heads(members: Sequence[Communicator], nodes: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """(by node, the rank of each head; NVLS channels); ((), 0) where there is no NVLS."""
+    told = next((one for one in members if one.heads), None)
+    if told is None:
+        return (), 0
+    count = max(nodes) + 1
+    lists = [told.heads.get(head, ()) for head in range(len(told.heads))]
+    if not told.nvls_channels or any(len(ranks) < count for ranks in lists):
+        raise Refused(f"NCCL's log does not tell the NVLS heads of all nodes: set NCCL_NVLS_ENABLE=0, or {LOG_HOW}")
+    return tuple(tuple(ranks[node] for ranks in lists) for node in range(count)), told.nvls_channels
+
+
+def _algorithms(settings: Mapping[str, str], heads: bool) -> tuple[int, ...]:
+    usable = {name: number for name, number in ALGORITHMS.items() if heads or number != NVLSTREE}
+    return _chosen(settings, "NCCL_ALGO", usable, UNREADABLE)
+
+
+def _chosen(
+    settings: Mapping[str, str], name: str, readable: Mapping[str, int], unreadable: Mapping[str, str]
+) -> tuple[int, ...]:
+    """What a list such as `Ring,Tree`, `^LL128` or `allreduce:tree;broadcast:ring` leaves to an all-reduce.
+
+    The last part that speaks of all-reduces counts, or of everything.
+    """
+    listed = ""
+    for part in settings.get(name, "").lower().split(";"):
+        function, colon, given = part.strip().rpartition(":")
+        if given and (not colon or function.strip() == "allreduce"):
+            listed = given.strip()
+    if not listed:
+        return tuple(sorted(readable.values()))
+    names = [one.strip() for one in listed.lstrip("^").split(",") if one.strip()]
+    if listed.startswith("^"):
+        chosen = [number for one, number in readable.items() if one not in names]
+    else:
+        for one in names:
+            if one in unreadable:
+                raise Refused(f"{name}={settings[name]}: {one} cannot be read, {unreadable[one]}: use ring or tree")
+        chosen = [readable[one] for one in names if one in readable]
+    if not chosen:
+        raise Refused(f"{name}={settings[name]} leaves nothing that can be read: use {', '.join(readable)}")
+    return tuple(sorted(chosen))
+
+
+def _trees(
+    members: Sequence[Communicator], nodes: Sequence[int], algorithms: Sequence[int]
+) -> tuple[int, int, tuple[tuple[tuple[int, ...], ...], ...]]:
+    """(pattern, search channels, chains) where trees may be used."""
+    if TREE not in algorithms:
+        return 0, 0, ()
+    from flowcheck.nccl_trees import tree_facts  # numba comes with it
+
+    try:
+        facts = tree_facts(members, nodes)
+    except ValueError as error:
+        raise Refused(f"the trees of NCCL's log are not understood: {error}; use NCCL_ALGO=Ring") from None
+    if facts is None:
+        raise Refused(f"the trees are not known: {LOG_HOW}, or use NCCL_ALGO=Ring")
+    return facts

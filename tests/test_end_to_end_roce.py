@@ -1,0 +1,65 @@
+"""Jobs over RoCE in the lab: what NCCL would send, mirrored by the kernel, followed bit for bit.
+
+`make test` runs a selection in which each algorithm, protocol, kind of release, shape and channel count occurs;
+`make test-all` the whole matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from end_to_end import train
+
+PROTOCOLS = {"ring": ("ll", "ll128", "simple"), "tree": ("ll", "ll128", "simple"), "nvlstree": ("simple",)}
+VERSIONS = ("2.18.6", "2.19.4", "2.20.5", "2.22.3", "2.23.4", "2.26.2", "2.28.9", "2.30.7")
+SHAPES = ((2, 1), (4, 1), (8, 1), (8, 4))  # nodes, GPUs a node
+
+# cases, algorithm, protocol, release, nodes, GPUs a node, channels, rails, MTU
+SELECTION = (
+    (("sgd", "gpt"), "ring", "simple", "2.28.9", 2, 1, 1, 1, 1024),
+    (("adam", "mixed"), "ring", "ll", "2.19.4", 4, 1, 2, 1, 1024),
+    (("gpt",), "ring", "ll128", "2.23.4", 4, 2, 2, 2, 4096),
+    (("sgd", "gpt"), "tree", "ll128", "2.22.3", 4, 1, 2, 1, 4096),
+    (("adam", "static"), "tree", "simple", "2.30.7", 3, 1, 4, 1, 1024),
+    (("gpt",), "tree", "ll", "2.20.5", 2, 2, 2, 1, 4096),
+    (("sgd", "gpt"), "nvlstree", "simple", "2.26.2", 2, 2, 2, 2, 4096),
+    (("accumulate", "same_size", "skipped"), "ring", "simple", "2.18.6", 2, 1, 2, 1, 4096),
+    (("sgd", "gpt"), None, None, "2.28.9", 2, 1, 2, 1, 4096),
+)
+
+
+def follow(tmp_path: Path, cases: tuple[str, ...], algorithm: str | None, protocol: str | None, version: str,
+           nodes: int, gpus: int, channels: int, rails: int, mtu: int) -> None:  # fmt: skip
+    more: dict[str, Any] = {}
+    if algorithm is not None:
+        more = {"algorithm": algorithm, "protocol": protocol}
+    outcome = train(
+        tmp_path, cases, transport="roce", ranks=nodes * gpus, ranks_per_node=gpus, channels=channels, rails=rails,
+        mtu=mtu, nccl_version=version, **more,
+    )  # fmt: skip
+    outcome.check_claimed()
+    outcome.check(case for case in cases if case != "same_size")
+    for case in cases:
+        assert outcome.statuses[case]["exact"], case
+
+
+@pytest.mark.parametrize("job", SELECTION, ids=lambda job: "-".join(map(str, job[1:])))
+def test_a_job_over_roce_is_followed_bit_for_bit(job: tuple[Any, ...], tmp_path: Path) -> None:
+    follow(tmp_path, *job)
+
+
+MATRIX = [
+    (("gpt",), algorithm, protocol, version, nodes, gpus, channels, min(gpus, 2), mtu)
+    for algorithm, protocols in PROTOCOLS.items()
+    for protocol, version, (nodes, gpus) in itertools.product(protocols, VERSIONS, SHAPES)
+    for channels, mtu in ((1, 1024), (4, 4096))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", MATRIX, ids=lambda job: "-".join(map(str, job[1:])))
+def test_the_whole_matrix(job: tuple[Any, ...], tmp_path: Path) -> None:
+    follow(tmp_path, *job)
