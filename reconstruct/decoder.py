@@ -169,6 +169,10 @@ class Decoder(Protocol):
     def landing(self, group: str, tag: int) -> Landing | None:
         """The landing of an all-reduce, complete or not; valid until it is retired."""
 
+    def fits(self, group: str, tag: int, size: int, itemsize: int) -> bool:
+        """Whether `place` with that size would place an all-reduce, or has. Several sizes may fit: NCCL fills up the
+        last units of its messages."""
+
     def place(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
         """Place an all-reduce that was planned RAW, now that its size is known; None if the size does not fit."""
 

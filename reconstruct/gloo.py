@@ -136,6 +136,12 @@ class GlooDecoder:
         """The landing of an all-reduce, complete or not; valid until it is retired."""
         return self._held.landings.get((group, tag))
 
+    def fits(self, group: str, tag: int, size: int, itemsize: int) -> bool:
+        """Whether `place` with that size would place an all-reduce, or has."""
+        if (group, tag) in self._held.placed:
+            return self._held.placed[group, tag] == (size, itemsize)
+        return self._reports.fits_raw(group, tag, size, itemsize)
+
     def place(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
         """Place an all-reduce that was planned RAW, now that its size is known.
 

@@ -209,19 +209,28 @@ class Reports:
         links = self._held.raw.get((member.group.name, split(slot)[1]), {})
         return links.get((int(self._lanes.state.lanes[lane, g.UID]), slot))
 
-    def place_raw(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
-        """See `GlooDecoder.place`."""
+    def _raw_links(self, group: str, tag: int) -> list[tuple[int, RawLink]]:
         slot = slot_of(ALLREDUCE, tag)
-        links = [(uid, link) for (uid, s), link in self._held.raw.get((group, tag), {}).items() if s == slot]
-        member = self._lanes.members[group]
-        world = member.group.world_size
-        first = (group, tag) not in self._held.placed
+        return [(uid, link) for (uid, s), link in self._held.raw.get((group, tag), {}).items() if s == slot]
+
+    def fits_raw(self, group: str, tag: int, size: int, itemsize: int) -> bool:
+        """See `GlooDecoder.fits`; of one that was not placed."""
+        slot, links = slot_of(ALLREDUCE, tag), self._raw_links(group, tag)
+        world = self._lanes.members[group].group.world_size
         whole = [link.whole(size, itemsize, world) and self._over(uid, slot) for uid, link in links]
-        wrong = [uid for uid, link in links if link.sender < 0 or link.contradicts(size, itemsize, world)]
+        wrong = any(link.sender < 0 or link.contradicts(size, itemsize, world) for _, link in links)
         landing = self._held.landings.get((group, tag))
         short = any(link.untouched and not every for (_, link), every in zip(links, whole, strict=True))
-        if first and (wrong or short or not any(whole) or (landing is not None and landing.size != size)):
+        return any(whole) and not wrong and not short and (landing is None or landing.size == size)
+
+    def place_raw(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
+        """See `GlooDecoder.place`."""
+        if (group, tag) not in self._held.placed and not self.fits_raw(group, tag, size, itemsize):
             return None
+        slot, links = slot_of(ALLREDUCE, tag), self._raw_links(group, tag)
+        world = self._lanes.members[group].group.world_size
+        whole = [link.whole(size, itemsize, world) and self._over(uid, slot) for uid, link in links]
+        wrong = [uid for uid, link in links if link.sender < 0 or link.contradicts(size, itemsize, world)]
         landing = self._held.shared(group, tag, size, itemsize, world)
         if landing is None:
             return None

@@ -22,11 +22,11 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from mirror.memory import address_of, copy, equal, load_u8
+from mirror.memory import address_of, copy, equal, load_u8, load_u32, load_u64, store_u32, store_u64
 
 __all__ = [
-    "ALIGNMENT", "COMPLETED", "CONFLICTED", "DROPPED", "META_WORDS", "SEGMENT_BYTES", "Landing", "condemn", "deposit",
-    "meta_words", "needs_node", "needs_nodes", "pointer", "poison", "put_across", "vacant",
+    "ALIGNMENT", "COMPLETED", "CONFLICTED", "DROPPED", "META_WORDS", "SEGMENT_BYTES", "Landing", "condemn", "continues",
+    "deposit", "extend", "meta_words", "needs_node", "needs_nodes", "pointer", "poison", "put_across", "vacant",
 ]
 
 SEGMENT_BYTES = 65536
@@ -40,6 +40,8 @@ COMPLETED, CONFLICTED, DROPPED = 1, 2, 4
 (DATA, SIZE, SEGMENT, HEADS, NODES, CAPACITY, FREE, FREE_COUNT, COVERED, TIME, POISONED, CONFLICTS, LOG, IDENT, FIXED,
  LOST_PIECES) = range(16)
 META_WORDS = 16
+
+_NONE = 0xFFFFFFFF                       # a list's end, -1, as `load_u32` reads it
 
 
 def _pointer(typingctx: Any, address: Any) -> Any:
@@ -205,6 +207,35 @@ def put_across(address: int, offset: int, source: int, count: int, sender: int, 
         result |= deposit(address, offset + done, source + done if source else 0, take, sender, ts)
         done += take
     return result
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def continues(address: int, offset: int, count: int) -> int:
+    """Address of the covered range that offset..offset+count begins right behind, if `extend` by it is all that
+    `deposit` would do: the bytes are vacant, in one segment, and reach no other range. Else 0."""
+    low = offset % SEGMENT_BYTES
+    if load_u64(address + 8 * SEGMENT) != SEGMENT_BYTES or low + count > SEGMENT_BYTES:
+        return 0
+    nodes = load_u64(address + 8 * NODES)
+    number: Any = load_u32(load_u64(address + 8 * HEADS) + 4 * (offset // SEGMENT_BYTES))
+    while number != _NONE and load_u32(nodes + 16 * number + 4) < low:
+        number = load_u32(nodes + 16 * number + 8)
+    if number == _NONE or load_u32(nodes + 16 * number + 4) != low:
+        return 0
+    after = load_u32(nodes + 16 * number + 8)
+    if after != _NONE and load_u32(nodes + 16 * after) <= low + count:
+        return 0
+    return nodes + 16 * number
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def extend(address: int, node: int, count: int, ts: int) -> int:
+    """Have a range found by `continues` cover `count` bytes more, which are in place; the flags of `deposit`."""
+    store_u32(node + 4, load_u32(node + 4) + count)
+    covered = load_u64(address + 8 * COVERED) + count
+    store_u64(address + 8 * COVERED, covered)
+    store_u64(address + 8 * TIME, max(load_u64(address + 8 * TIME), ts))
+    return COMPLETED if covered == load_u64(address + 8 * SIZE) else 0
 
 
 @njit(cache=True, nogil=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from mirror.memory import handle
 from mirror.roce import QueuePairs, RoceReassembler
 from mirror.roce_spans import MessageSpans
 from mirror.roce_state import M_COLUMNS, M_IMM, M_KIND, M_LENGTH, M_PACKETS
@@ -150,6 +149,10 @@ class NcclDecoder:
             return None
         return self._held.landings.get((group, tag))
 
+    def fits(self, group: str, tag: int, size: int, itemsize: int) -> bool:
+        """Whether `place` with that size would place an all-reduce, or has."""
+        return self._groups[group].fits(tag, size, itemsize)
+
     def place(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
         """Place an all-reduce that was planned RAW, now that its size is known.
 
@@ -186,19 +189,18 @@ class NcclDecoder:
         """Take a batch of spans; `now` is the capture time reached, ns. Returns what happened, in order."""
         lanes, messages = self._lanes, self._roce.messages
         lanes.fit_rows(len(messages))
-        fields = handle(spans.flow, spans.kind, spans.offset, spans.addr, spans.length, spans.ts, spans.message)
         cursor = lanes.state.cursor
-        cursor[[n.C_SPAN, n.C_LOG]] = 0
+        cursor[n.C_SPAN] = cursor[n.C_LOG] = 0
         while spans.n:
-            reason = run(lanes.handle, messages, fields, spans.n)
-            self._drain(messages)
+            reason = run(lanes.handle, messages, spans.handle, spans.n)
+            if cursor[n.C_LOG]:
+                self._drain(messages)
             if reason == n.END_OF_SPANS:
                 break
             self._answer(reason, spans, messages)
         events: list[Event] = []
         for follower in self._groups.values():
-            if follower.dirty:
-                follower.advance()
+            follower.look(now)
             events += follower.events
             follower.events = []
         return events

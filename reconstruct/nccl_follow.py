@@ -53,6 +53,7 @@ from reconstruct.nccl_versions import traits
 
 __all__ = ["Follower", "Known"]
 
+_PAUSE = 50_000_000     # ns without a message after which a long search is made even where little was seen
 _EAGER = 64            # kept messages up to which each one is looked at as it comes
 _MOST_KEPT = 1 << 16
 _MOST_LOOSE = 4096     # messages of a queue pair that belongs to no connection
@@ -111,7 +112,9 @@ class Follower:
         self._plan: Plan | None = None
         self._foreign: set[int] = set()
         self._tries: dict[int, int] = {}
-        self._look_at = 0
+        self._look_at = 0      # messages kept from which on a long search is made again
+        self._looked = self._newest = self._now = 0  # when: the last long search, the newest message, now; ns
+        self._news = False
 
     # Flows and their messages
 
@@ -143,6 +146,7 @@ class Follower:
             return
         kept = kept_of(message, slot, time)
         self._keeper.insert(lane, kept)
+        self._news, self._newest = True, max(self._newest, time)
         if lane.place is None:
             lane.loose += 1
             if lane.loose > _MOST_LOOSE:
@@ -171,14 +175,24 @@ class Follower:
     def ended(self, lane: Lane, slot: int, message: np.ndarray, complete: bool) -> None:
         """No more bytes of a kept message are expected."""
         self._keeper.ended(lane, slot, message, complete)
-        self._look_at = 0
-        self.dirty = True
+        self._news = self.dirty = True
 
     def voided(self, lane: Lane, slot: int) -> None:
         """A kept message was none."""
         self._keeper.voided(lane, slot)
 
     # Which collective is next
+
+    def look(self, now: int) -> None:
+        """Time has come to `now`, ns: decide what can be decided."""
+        self._now = max(self._now, now)
+        if self.dirty or self._quiet:
+            self.advance()
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether nothing new has come for long, but something since the last long search."""
+        return self._news and self.pending and self._now > max(self._looked, self._newest) + _PAUSE
 
     def advance(self) -> None:
         """Decide what can be decided."""
@@ -190,6 +204,9 @@ class Follower:
         self.roster.touch()
         self._bind()
         self.roster.touch()
+        if any(isinstance(event, Message) for event in self.events):
+            self.dirty = True  # what it says may decide how the planner answers
+            return False
         front = self._front()
         if not front or self.roster.unsettled():
             return False
@@ -202,9 +219,10 @@ class Follower:
                 self._name(self._plan.size, self._plan.itemsize)
             sizes = [made for size in sorted(wanted) for made in self._minds.blueprints.reductions(*size)]
             chosen, possible = self._minds.choose(sizes)
-            if chosen is not None:
-                call = chosen[0].call
-                self._install(*chosen, AllReduce(chosen[0].size, call.itemsize))
+            if chosen:
+                blueprint, apart = chosen[-1]
+                told = AllReduce(blueprint.size, blueprint.call.itemsize)
+                self._install(blueprint, apart, told if len(chosen) == 1 else self._plan)
                 return True
             if possible:
                 return False
@@ -229,18 +247,27 @@ class Follower:
 
     def _decide_foreign(self, front: list[Lane]) -> bool:
         """Whatever no size of the planner's explains."""
-        if self._keeper.count < self._look_at:
-            return False
-        self._look_at = self._keeper.count + 1 + self._keeper.count // 2
-        reading = self._minds.reading()
+        last = self.known.get(self.tag - 1)
+        copied = last is not None and last.plan is RAW and not last.reduction
+        grown, quiet = self._keeper.count >= self._look_at, self._quiet
+        reading, plan = self._minds.reading(grown, quiet, 1 if copied else 2), self._plan
+        if reading is not None and reading.copied:
+            plan = self.planner(self._request(front, BROADCAST, reading.least))
+            if plan is not RAW:
+                reading = self._minds.reading(grown, quiet, 0)
+        if self._minds.searched:
+            self._minds.searched = self._news = False
+            self._look_at, self._looked = self._keeper.count + 1 + self._keeper.count // 2, self._now
         if reading is None:
             return False
-        kind, plan, blueprint = reading.kind, self._plan, reading.blueprint
-        if kind != REDUCTION:
+        kind, blueprint = reading.kind, reading.blueprint
+        if kind != REDUCTION and not reading.copied:
             plan = self.planner(self._request(front, _KINDS[kind], reading.least))
         if plan is None or isinstance(plan, AllReduce) or (kind == REDUCTION and self.tag in self._foreign):
             plan = IGNORE
-        tag = self.tag
+        tag, planned = self.tag, self._plan
+        if isinstance(planned, AllReduce):
+            self._say((tag,), f"{NOT_THIS_SIZE}: its messages are not those of an all-reduce of {planned.size} bytes")
         self._minds.remember(blueprint)
         self._install(blueprint, reading.apart, plan)
         if plan is LENGTHS and tag in self.known:
@@ -361,6 +388,22 @@ class Follower:
         if len(self._minds.named) < _MOST_NAMED:
             self._minds.named.add((size, itemsize))
 
+    def _undecided(self, tag: int) -> bool:
+        """Whether it is the next collective, and of a size that `place` may tell."""
+        return tag == self.tag and self._plan is RAW and tag not in self._foreign and self.lost is None
+
+    def fits(self, tag: int, size: int, itemsize: int) -> bool:
+        """See `NcclDecoder.fits`."""
+        self._name(size, itemsize)
+        self.roster.touch()
+        known = self.known.get(tag)
+        if known is not None and known.plan is not RAW:
+            return known.reduction and known.blueprint.size == size
+        sizes = self._minds.blueprints.reductions(size, itemsize)
+        if known is not None:
+            return known.reduction and any(self._minds.same_messages(b, known.blueprint) for b in sizes)
+        return self._undecided(tag) and bool(self._minds.choose(sizes, whole=True)[0])
+
     def place(self, tag: int, size: int, itemsize: int) -> Landing | None:
         """See `NcclDecoder.place`."""
         self._name(size, itemsize)
@@ -368,12 +411,12 @@ class Follower:
         known = self.known.get(tag)
         sizes = self._minds.blueprints.reductions(size, itemsize)
         if known is None:
-            if tag != self.tag or self._plan is not RAW or tag in self._foreign or self.lost is not None:
+            if not self._undecided(tag):
                 return None
             chosen, _ = self._minds.choose(sizes, whole=True)
-            if chosen is None:
+            if len(chosen) != 1:
                 return None
-            self._install(*chosen, AllReduce(size, itemsize))
+            self._install(*chosen[0], AllReduce(size, itemsize))
             self.roster.touch()
             self._bind()
             self.dirty = True
@@ -531,7 +574,13 @@ class Follower:
                         reached = max((e.tag for e in lane.entries if e.start < top), default=tag)
                         if reached - tag < _FAR:
                             return False
-        return True
+        known = self.known.get(tag)
+        if known is None or known.landing is None or known.landing.complete or self.tag - tag >= _FAR:
+            return True
+        return not any(  # a connection may be new: what it brings of its first collective may come last
+            number not in self.roster.showed and known.blueprint.part(connection.edge) is not None
+            for number, connection in enumerate(self.roster.connections)
+        )
 
     def retire(self, below: int) -> None:
         """Free everything held of tags below `below`, but for the landings."""

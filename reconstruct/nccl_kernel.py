@@ -155,8 +155,8 @@ def run(handle: np.ndarray, messages: np.ndarray, spans: np.ndarray, count: int)
                         result = pour(w, entries, scratch, offset[i], addr[i], size, ts[i])
                         placed += size
                     else:
-                        result = put_across(landing, offset[i], addr[i], max(0, min(size, meta[SIZE] - offset[i])), -1,
-                                            ts[i])
+                        result = put_across(landing, offset[i], addr[i], max(0, min(size, meta[SIZE] - offset[i])),
+                                            word(w, n.W_SENDER), ts[i])
                     if result & CONFLICTED:
                         _log(s, n.LOG_CONFLICT, meta[IDENT], word(w, n.W_LANE), 0)
                     if result & COMPLETED:

@@ -11,11 +11,11 @@ from typing import Any
 
 from numba import njit
 
-from mirror.memory import load_u64, store_u8, store_u64
+from mirror.memory import copy, load_u64, store_u8, store_u64
 from reconstruct import nccl_state as n
-from reconstruct.landing import CONFLICTED, DATA, DROPPED, meta_words, poison, put_across, vacant
-from reconstruct.nccl_payload import UNIT_DATA, UNIT_WIRE, decode, inner, outer, read_flag
-from reconstruct.nccl_schedule import LL, SIMPLE, SLOT_BYTES, STEPS
+from reconstruct.landing import CONFLICTED, DATA, DROPPED, continues, extend, meta_words, poison, put_across, vacant
+from reconstruct.nccl_payload import UNIT_DATA, decode, read_flag
+from reconstruct.nccl_schedule import LL, LL128, SIMPLE, SLOT_BYTES, STEPS
 from reconstruct.nccl_script import (
     T_APART,
     T_FINAL,
@@ -144,26 +144,32 @@ def _expected(w: int, entries: int, source: int) -> int:
 @njit(cache=True, nogil=True)
 def _pour_units(w: int, entries: int, scratch: int, offset: int, source: int, count: int, ts: int) -> int:
     """LL and LL128."""
-    protocol, landing, sender = word(w, n.W_PROTOCOL), word(w, n.W_META), word(w, n.W_SENDER)
+    protocol, landing = word(w, n.W_PROTOCOL), word(w, n.W_META)
+    # nccl_payload.inner and outer, without their divisions: a unit's wire bytes are a power of two.
+    bits, data = (4, UNIT_DATA[LL]) if protocol == LL else (10, UNIT_DATA[LL128])
     low = word(w, n.W_SHIFT) + offset
-    begin, end = inner(protocol, low, min(low + count, word(w, n.W_WIRE)))
-    if end <= begin:
+    unit, behind = -(-low >> bits), min(low + count, word(w, n.W_WIRE)) >> bits
+    if behind <= unit:
         return DROPPED
+    begin, end = unit << bits, behind << bits
     source += begin - low
     flag = _expected(w, entries, source)
-    meta = meta_words(landing)
     length, place = word(w, n.W_LENGTH), word(w, n.W_OFFSET)
-    first, stop = outer(protocol, begin, end, length)
-    direct = stop <= first or vacant(landing, place + first, stop - first)
-    to: Any = meta[DATA] + place if direct else scratch - first
+    first, stop = min(unit * data, length), min(behind * data, length)
+    node: Any = continues(landing, place + first, stop - first) if stop > first else 0
+    direct = node != 0 or stop <= first or vacant(landing, place + first, stop - first)
+    to: Any = load_u64(landing + 8 * DATA) + place if direct else scratch - first
     taken = decode(protocol, source, begin, end, to, length, flag)
-    good = min(length, (begin + taken) // UNIT_WIRE[protocol] * UNIT_DATA[protocol])
+    if node != 0 and taken == end - begin:
+        return extend(landing, node, stop - first, ts)
+    sender = word(w, n.W_SENDER)
+    good = min(length, (begin + taken >> bits) * data)
     result = 0
     if good > first:
         result = put_across(landing, place + first, 0 if direct else to + first, good - first, sender, ts)
     if taken < end - begin:
         at = min(good, length - 1) if length else 0
-        poison(meta, place + at, max(0, min(UNIT_DATA[protocol], length - at)), sender)
+        poison(meta_words(landing), place + at, max(0, min(data, length - at)), sender)
         result |= CONFLICTED
     return result
 
@@ -181,7 +187,12 @@ def pour(w: int, entries: int, scratch: int, offset: int, source: int, count: in
     take = min(count, word(w, n.W_WIRE) - low)
     if take <= 0:
         return DROPPED
-    return put_across(word(w, n.W_META), word(w, n.W_OFFSET) + low, source, take, word(w, n.W_SENDER), ts)
+    landing, at = word(w, n.W_META), word(w, n.W_OFFSET) + low
+    node = continues(landing, at, take)
+    if node == 0:
+        return put_across(landing, at, source, take, word(w, n.W_SENDER), ts)
+    copy(load_u64(landing + 8 * DATA) + at, source, take)
+    return extend(landing, node, take, ts)
 
 
 @njit(cache=True, nogil=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from reconstruct.nccl_holdings import Kept
 from reconstruct.nccl_lanes import Lane, Lanes
 from reconstruct.nccl_payload import formats, read_flag
 from reconstruct.nccl_roster import Roster
-from reconstruct.nccl_schedule import ALLREDUCE, BROADCAST, LL, LL128, SIMPLE, SLOT_BYTES
+from reconstruct.nccl_schedule import ALLREDUCE, BROADCAST, LL, LL128, RING, SIMPLE, SLOT_BYTES
 from reconstruct.nccl_script import AR_THRESHOLD, NO_IMMEDIATE, T_WIRE
 from reconstruct.nccl_split import Collective
 
@@ -26,9 +26,12 @@ __all__ = ["Reading", "Recogniser"]
 SMALL = 65536
 """Bytes up to which an all-reduce is only believed when it was seen whole: many small things begin alike."""
 _ROOM = {SLOT_BYTES[LL]: LL, SLOT_BYTES[LL128]: LL128, SLOT_BYTES[SIMPLE]: SIMPLE, 2 * SLOT_BYTES[SIMPLE]: SIMPLE}
+_GRAIN = {LL: (16, 8), LL128: (2048, 1920), SIMPLE: (1, 1)}  # bytes on the wire come in such units, of so much data
 _LOOK = 512       # messages of a connection that are looked at
 _MOST_USUAL = 8   # collectives that are tried before others because they were there before
-_MOST_GUESSES = 6  # calls of `guess` for what comes behind a collective
+_MOST_AHEAD = 3   # collectives without a name that are looked beyond
+_MOST_GUESSES = 2  # calls of `guess` for what comes behind a collective
+_MANY_FLAGS = 256  # bytes from which on equal words where flags would be are flags, whatever their value
 _OWN_WORDS = 4    # messages of a connection whose content is looked at
 
 
@@ -41,6 +44,8 @@ class Reading:
     least: int
     blueprint: Blueprint
     apart: bool
+    copied: bool = False
+    """It was taken for one of the two broadcasts of DDP's layout, for no other reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +58,12 @@ class _Sight:
     connection: Connection
 
 
+def least_bytes(blueprint: Blueprint) -> int:
+    """Fewest bytes of a copy of one message: its last unit may be filled."""
+    size, unit = blueprint.size, _GRAIN[blueprint.call.protocol][1]
+    return size if blueprint.call.kind != BROADCAST else max(1, size - unit + 1)
+
+
 class Recogniser:
     """Judges collectives by the kept messages of all lanes."""
 
@@ -60,6 +71,8 @@ class Recogniser:
         self.blueprints = Blueprints(group)
         self.named: set[tuple[int, int]] = set()
         """(bytes, itemsize) of all-reduces that the planner has asked for."""
+        self.searched = False
+        """Whether `reading` has made a long search."""
         self._history: list[Blueprint] = []
         self._guesses_left = 0
         self._group, self._roster, self._reader, self._lanes = group, roster, reader, lanes
@@ -70,11 +83,10 @@ class Recogniser:
 
     # Known sizes
 
-    def choose(
-        self, blueprints: Iterable[Blueprint], whole: bool = False
-    ) -> tuple[tuple[Blueprint, bool] | None, bool]:
-        """((the only collective that fits, whether immediates come apart) or None, whether any may still fit). whole:
-        it must have been seen whole."""
+    def choose(self, blueprints: Iterable[Blueprint], whole: bool = False) -> tuple[list[tuple[Blueprint, bool]], bool]:
+        """(what the next collective is, with whether immediates come apart; whether anything may still fit). Several
+        only where they look the same and all of it was seen; [] while it is not certain. whole: it must have been
+        seen whole."""
         found: list[tuple[Blueprint, bool]] = []
         waiting = False
         for blueprint in blueprints:
@@ -84,11 +96,33 @@ class Recogniser:
                     found.append((blueprint, apart))
                 elif verdict is not None:
                     waiting = True
-        if len(found) == 2 and found[0][0] is found[1][0] and not self.long(found[0][0]):
-            found.pop()  # no message of it is long enough for the difference
-        if len(found) == 1 and not waiting:
-            return found[0], True
-        return None, bool(found) or waiting
+        if len(found) > 1 and not any(self.long(blueprint) for blueprint, _ in found):
+            found = [one for one in found if one[1] == found[0][1]]  # no message is long enough for the difference
+        if waiting or not found:
+            return [], waiting
+        first, apart = found[0]
+        if len(found) == 1 or (
+            all(other == apart and self.same_messages(first, blueprint) for blueprint, other in found[1:])
+            and self._over(first, apart)
+        ):
+            return found, True
+        return [], True
+
+    def _over(self, blueprint: Blueprint, apart: bool) -> bool:
+        """Whether every connection has shown all its messages of a collective, as far as they were captured."""
+        where = [
+            (lane, connection, pair, connection.phase)
+            for connection in self._roster.watched()
+            for pair, lane in connection.lanes.items()
+        ]
+        for lanes, numbers in self._roster.loose()[0]:
+            connections = {number: self._roster.connections[number] for number in numbers}
+            places = self._reader.match(lanes, connections, blueprint, apart).places
+            if not places and any(blueprint.part(connection.edge) for connection in connections.values()):
+                return False
+            where += [(at.lane, connections[at.connection], at.pair, at.phase) for at in places]
+        fits = [self._reader.fit(*place, blueprint, apart) for place in where]
+        return all(fit is not None and fit.whole for fit in fits)
 
     def possible(self, blueprints: Iterable[Blueprint]) -> bool:
         """Whether any of them may be the next collective."""
@@ -119,6 +153,8 @@ class Recogniser:
                 if fit is None:
                     return None
                 later.append(fit.later)
+                if carries and not self._begins_as(lane, connection, pair, blueprint):
+                    return None
                 if carries:
                     matched += fit.matched
                     began.append(fit.began)
@@ -130,7 +166,7 @@ class Recogniser:
         for lanes, numbers in self._roster.loose()[0]:
             connections = {number: self._roster.connections[number] for number in numbers}
             match = self._reader.match(lanes, connections, blueprint, apart)
-            if match.against:
+            if match.against or not self._loose_begin_as(lanes, connections.values(), blueprint):
                 return None
             matched += match.matched
             began.append(match.began)
@@ -168,8 +204,11 @@ class Recogniser:
 
     # Unknown sizes
 
-    def reading(self) -> Reading | None:
-        """The one collective of unknown size that explains what follows the boundary, if it was seen whole.
+    def reading(self, grown: bool, quiet: bool, copies: int) -> Reading | None:
+        """The one collective of unknown size that explains what follows the boundary, if it was seen whole. Searching
+        long is worth it if there is much more than at the last search, and no usual one has just begun (grown), or
+        if nothing more has come for long (quiet). copies: how many short broadcasts in a row are
+        believed, DDP's two or the second of them; 0: none.
 
         Either no other is possible, or it is the one that leads to an all-reduce of a named size soonest: whatever is
         read wrongly shifts connections against each other, and no bucket fits behind it.
@@ -179,11 +218,19 @@ class Recogniser:
             return None
         start = (0,) * len(sights)
         self._guesses_left = 0
-        options = self._usual(sights, start)
+        options = self._whole(sights, start)
         if options:
-            chosen = self._leading(options, sights, start, 1)
+            chosen = self._leading(options, sights, start, _MOST_AHEAD)
             if chosen is not None:
                 return chosen
+            chosen = self._copied(options, sights, copies) if copies else None
+            if chosen is not None:
+                return chosen
+            if any(self._takes(option, sights) == tuple(len(s.lengths) for s in sights) for option in options):
+                return None  # what follows will tell
+        if not (quiet or (grown and not self._begun(sights, start))):
+            return None
+        self.searched = True
         guesses = guess(self.blueprints.comm, self._group, [Seen(s.edge, s.lengths[:_LOOK], True) for s in sights])
         options, open_ = [], False
         for one in guesses:
@@ -204,19 +251,81 @@ class Recogniser:
         if blueprint not in self._history:
             self._history = [blueprint, *self._history[: _MOST_USUAL - 1]]
 
-    def _usual(self, sights: list[_Sight], start: tuple[int, ...]) -> list[Reading]:
-        """Barriers, and what was there before, where they fit whole."""
+    def _usual(self, sights: list[_Sight], start: tuple[int, ...]) -> list[Blueprint]:
+        """Barriers, short broadcasts from rank 0, and what was there before."""
         calls = [
             Collective(ALLREDUCE, algorithm, protocol, 1, 4)
             for algorithm in self._group.algorithms
             for protocol in self._group.protocols
         ]
         known = [made for made in map(self.blueprints.get, calls) if made is not None]
+        known += self._copies(sights, start)
+        return [*known, *(made for made in self._history if made not in known)]
+
+    def _whole(self, sights: list[_Sight], start: tuple[int, ...]) -> list[Reading]:
+        """The usual ones that fit whole."""
         return [
-            Reading(made.call.kind, made.size, made, bool(self._reader.apart))
-            for made in [*known, *(made for made in self._history if made not in known)]
+            Reading(made.call.kind, least_bytes(made), made, bool(self._reader.apart))
+            for made in self._usual(sights, start)
             if self._fits_whole(made, sights, start)
         ]
+
+    def _begun(self, sights: list[_Sight], start: tuple[int, ...]) -> bool:
+        """Whether everything seen can be the beginning of a usual one, and more of it must come."""
+        for made in self._usual(sights, start):
+            parts = [(made.part(sight.edge), sight.lengths) for sight in sights]
+            if any(part is None and lengths for part, lengths in parts):
+                continue
+            pairs = [(part.wires, lengths) for part, lengths in parts if part is not None]
+            if all(a in (-1, b) for wires, lengths in pairs for a, b in zip(lengths, wires, strict=False)):
+                return any(len(lengths) < len(wires) for wires, lengths in pairs)
+        return False
+
+    def _copied(self, options: list[Reading], sights: list[_Sight], count: int) -> Reading | None:
+        """The first of `count` short broadcasts in a row, as DDP makes them, if that is the only way to read them."""
+        found: dict[tuple[object, ...], Reading] = {}
+        for first in options:
+            row, reach = [first.blueprint], self._takes(first, sights)
+            while len(row) < count:
+                behind = [one for one in self._whole(sights, reach) if one.kind == BROADCAST]
+                if len(behind) != 1:
+                    break
+                row.append(behind[0].blueprint)
+                reach = tuple(a + b for a, b in zip(reach, self._takes(behind[0], sights), strict=True))
+            if len(row) == count and all(one.call.kind == BROADCAST for one in row) and self._after(sights, reach):
+                key = first.blueprint.call.protocol, self._takes(first, sights)
+                found[key] = Reading(first.kind, first.least, first.blueprint, first.apart, True)
+        return next(iter(found.values())) if len(found) == 1 else None
+
+    def _after(self, sights: list[_Sight], reach: tuple[int, ...]) -> bool:
+        """Whether what lies beyond `reach` was sent after its sender had got what lies before: of one all-reduce that
+        is read as several broadcasts the ranks send parts to each other, in turn."""
+        got: dict[int, int] = {}
+        for sight, at in zip(sights, reach, strict=True):
+            times = [start[1].time for start in sight.starts[:at] if start is not None]
+            if not all(times):
+                return False  # its messages were seen before, when they were taken for something else
+            got[sight.edge.receiver] = max([got.get(sight.edge.receiver, 0), *times])
+        for sight, at in zip(sights, reach, strict=True):
+            start = sight.starts[at] if at < len(sight.starts) else None
+            if start is not None and start[1].time < got.get(sight.edge.sender, 0):
+                return False
+        return True
+
+    def _copies(self, sights: list[_Sight], start: tuple[int, ...]) -> list[Blueprint]:
+        """Broadcasts from rank 0 of one message that is not full, by the length of a message from `start` on. DDP's are such."""
+        firsts = {
+            sight.lengths[at]
+            for sight, at in zip(sights, start, strict=True)
+            if sight.edge.ring and sight.edge.receiver != 0 and at < len(sight.lengths)
+        }
+        calls = [
+            Collective(BROADCAST, RING, protocol, wire // _GRAIN[protocol][0] * _GRAIN[protocol][1], 1)
+            for wire in sorted(firsts)
+            for protocol in self._group.protocols
+            if 0 < wire < SLOT_BYTES[protocol] and wire % _GRAIN[protocol][0] == 0
+        ]
+        return [made for call in calls if (made := self.blueprints.get(call, 0)) is not None]
 
     def _fits_whole(self, blueprint: Blueprint, sights: list[_Sight], start: tuple[int, ...]) -> bool:
         """Whether all messages of a collective are behind `start`. Lost ones are not missed where it is certain, by
@@ -271,7 +380,7 @@ class Recogniser:
             return 0
         if depth == 0:
             return None
-        ways = [self._takes(option, sights) for option in self._usual(sights, start)]
+        ways = [self._takes(option, sights) for option in self._whole(sights, start)]
         if self._guesses_left > 0:
             self._guesses_left -= 1
             rest = [Seen(s.edge, s.lengths[at : at + _LOOK], True) for s, at in zip(sights, start, strict=True)]
@@ -345,7 +454,28 @@ class Recogniser:
                     return False
         return True
 
-    def _allows(self, lane: Lane, kept: Kept, protocol: int, index: int, connection: Connection) -> bool:
+    def _begins_as(self, lane: Lane, connection: Connection, pair: int, blueprint: Blueprint) -> bool:
+        """Whether the first message of a lane behind the boundary can be one of a collective's protocol."""
+        boundary = int(self._lanes.state.lanes[lane.index, n.L_NEXT])
+        if connection.done[pair] < len(connection.uses) or not lane.queue or lane.queue[0].first != boundary:
+            return True
+        index = 0 if self._reader.split else (pair - connection.phase - connection.number) % self._reader.pairs
+        part = blueprint.part(connection.edge)
+        if part is None or index >= part.messages:
+            return True
+        return self._allows(lane, lane.queue[0], blueprint.call.protocol, index, connection)
+
+    def _loose_begin_as(self, lanes: list[Lane], connections: Collection[Connection], blueprint: Blueprint) -> bool:
+        """The same of lanes without a place, where all that they can be of carry nothing before it."""
+        if any(c.uses or c.lanes or blueprint.part(c.edge) is None for c in connections):
+            return True
+        if len(lanes) > len(connections) * self._reader.pairs:
+            return True
+        protocol = blueprint.call.protocol
+        return all(self._allows(lane, lane.queue[0], protocol, 0, None) for lane in lanes)
+
+    def _allows(self, lane: Lane, kept: Kept, protocol: int, index: int, connection: Connection | None) -> bool:
+        """Whether announcement and content of a message allow a protocol. connection: None if not certain."""
         room = self._roster.announced(lane, kept)[1]
         if room in _ROOM:
             return _ROOM[room] == protocol
@@ -353,13 +483,14 @@ class Recogniser:
         if kept.length <= 0 or store is None or store.covered != kept.length or kept.length != store.size:
             return True
         allowed = int(formats(address_of(store.data), kept.length))
+        exact = connection is not None and connection.exact
         for flagged in (LL, LL128):
-            if allowed >> flagged & 1 and connection.exact:
+            if allowed >> flagged & 1 and connection is not None and exact:
                 wanted = connection.step + index + 1
                 found = int(read_flag(flagged, address_of(store.data)))
                 if found != (wanted & 0xFFFFFFFF if flagged == LL else wanted):
                     allowed &= ~(1 << flagged)
-        if allowed != 1 << SIMPLE:
+        if allowed != 1 << SIMPLE and (exact or kept.length >= _MANY_FLAGS):
             allowed &= ~(1 << SIMPLE)  # flags where flags would be
         return bool(allowed >> protocol & 1)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from reconstruct.buckets import Layout
 from reconstruct.decoder import IGNORE, RAW, AllReduce, Decoder, Plan, Request
 from reconstruct.landing import Landing
+from reconstruct.numbering import FOREVER
+from reconstruct.windows import tell_apart
 
 MAX_REDUCTIONS = 4096
 _MAX_SEEN = 1 << 16
@@ -76,26 +78,46 @@ class Reductions:
     def candidates(self, layout: Layout, start: int, end: int, until: int) -> list[tuple[int, int]]:
         """(tag, size) of the all-reduces with tags in [start, end), first seen up to `until` (ns), that may be buckets
         of `layout`, by rising tag."""
-        sizes = {(bucket.nbytes, bucket.itemsize) for bucket in layout.buckets}
-        plain = {size for size, _ in sizes}
-        found = []
+        sizes = sorted({(bucket.nbytes, bucket.itemsize) for bucket in layout.buckets})
+        able: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         for tag in self.within(start, end):
             reduction = self.held[tag]
             if reduction.time > until:
                 continue
-            if reduction.raw and (reduction.size is None or not self.complete(tag)):
-                self._place(tag, reduction, sizes)
-            if reduction.size in plain:
-                found.append((tag, int(reduction.size or 0)))
-        return found
+            if reduction.size is not None:
+                if reduction.raw and not self.complete(tag):
+                    self._decoder.place(self._group, tag, reduction.size, reduction.itemsize)
+                fitting = tuple(one for one in sizes if one[0] == reduction.size)[:1]
+            else:
+                fitting = tuple(one for one in sizes if self._decoder.fits(self._group, tag, *one))
+                if len(fitting) == 1:
+                    self._place(tag, *fitting[0])
+            if fitting:
+                able.append((tag, fitting))
+        if any(len(fitting) > 1 for _, fitting in able):
+            return self._told(layout, able, end)
+        return [(tag, fitting[0][0]) for tag, fitting in able if self.held[tag].size is not None]
 
-    def _place(self, tag: int, reduction: Reduction, sizes: set[tuple[int, int]]) -> None:
-        """Place what was kept raw where its messages follow the schedule of the size, or of one of `sizes`."""
-        known = {(reduction.size, reduction.itemsize)} if reduction.size is not None else sizes
-        for size, itemsize in sorted(known):
-            if self._decoder.place(self._group, tag, size, itemsize) is not None:
-                reduction.size, reduction.itemsize = size, itemsize
-                return
+    def _told(
+        self, layout: Layout, able: list[tuple[int, tuple[tuple[int, int], ...]]], end: int
+    ) -> list[tuple[int, int]]:
+        """The same where sizes look alike: their order tells them, once nothing more of the window can come. Until
+        then, and if it does not, every size is 0: none is a bucket's."""
+        told = None
+        if end == FOREVER or self._decoder.max_tag(self._group) >= end - 1:
+            told = tell_apart(layout, [(tag, {size for size, _ in sizes}) for tag, sizes in able], end == FOREVER)
+        if told is None:
+            return [(tag, 0) for tag, _ in able]
+        for tag, sizes in able:
+            for size, itemsize in sizes:
+                if self.held[tag].size is None and told.get(tag) == size:
+                    self._place(tag, size, itemsize)
+        return [(tag, self.held[tag].size or 0) for tag, _ in able]
+
+    def _place(self, tag: int, size: int, itemsize: int) -> None:
+        """Place what was kept raw, as an all-reduce of that size."""
+        if self._decoder.place(self._group, tag, size, itemsize) is not None:
+            self.held[tag].size, self.held[tag].itemsize = size, itemsize
 
     def within(self, start: int, end: int) -> Iterator[int]:
         """Tags in [start, end) that may be buckets, rising."""

@@ -66,7 +66,7 @@ def choose(
             data[p.offset : p.offset + len(p.bits)].tobytes() == p.bits for p in by_bucket.get(bucket, ())
         )
 
-    found = _choices(sizes, candidates)
+    found = _choices(sizes, [(tag, (size,)) for tag, size in candidates])
     if not found:
         return Choice((), f"no {len(sizes)} all-reduces with the sizes of the buckets in their order")
     if len(found) > MAX_CHOICES:
@@ -93,19 +93,44 @@ def choose(
     return Choice(first)
 
 
+def tell_apart(
+    layout: Layout, candidates: Sequence[tuple[int, Collection[int]]], plain: bool
+) -> dict[int, int] | None:
+    """The size of each all-reduce of which several sizes of buckets would look the same, by its place among the others.
+
+    candidates: (tag, every size in bytes that it can have) of the window, by rising tag. Every choice of one all-reduce
+    per bucket must give it the same size, else None: nothing tells. plain: take the window for nothing but buckets, of
+    whole reductions and perhaps the beginning of another, if it can be that.
+    """
+    sizes = [bucket.nbytes for bucket in layout.buckets]
+    if plain and all(sizes[i % len(sizes)] in able for i, (_, able) in enumerate(candidates)):
+        return {tag: sizes[i % len(sizes)] for i, (tag, _) in enumerate(candidates)}
+    found = _choices(sizes, candidates)
+    if not found or len(found) > MAX_CHOICES:
+        return None
+    told: dict[int, int] = {}
+    for tags in found:
+        for size, tag in zip(sizes, tags, strict=True):
+            if told.setdefault(tag, size) != size:
+                return None
+    return told
+
+
 def _same(a: Landing | None, b: Landing | None) -> bool:
     return a is not None and b is not None and a.complete and b.complete and np.array_equal(a.data, b.data)
 
 
-def _choices(sizes: Sequence[int], candidates: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Every increasing choice of tags with the given sizes, at most MAX_CHOICES + 1.
+def _choices(
+    sizes: Sequence[int], candidates: Sequence[tuple[int, Collection[int]]]
+) -> list[tuple[int, ...]]:
+    """Every increasing choice of tags that can have the given sizes, at most MAX_CHOICES + 1.
 
     Where the window is a plain repetition of whole reductions, only whole reductions count: DDP finishes one backward
     pass before the next starts, so buckets of two passes never mix.
     """
     count = len(sizes)
     if len(candidates) % count == 0 and all(
-        size == sizes[i % count] for i, (_, size) in enumerate(candidates)
+        sizes[i % count] in able for i, (_, able) in enumerate(candidates)
     ):
         tags = [tag for tag, _ in candidates]
         return [tuple(tags[i : i + count]) for i in range(0, len(tags), count)]
@@ -114,7 +139,7 @@ def _choices(sizes: Sequence[int], candidates: Sequence[tuple[int, int]]) -> lis
     latest, i = [0] * count, len(candidates)
     for bucket in range(count - 1, -1, -1):
         i -= 1
-        while i >= 0 and candidates[i][1] != sizes[bucket]:
+        while i >= 0 and sizes[bucket] not in candidates[i][1]:
             i -= 1
         if i < 0:
             return []
@@ -126,7 +151,7 @@ def _choices(sizes: Sequence[int], candidates: Sequence[tuple[int, int]]) -> lis
             found.append(chosen)
             return
         for i in range(start, latest[len(chosen)] + 1):
-            if candidates[i][1] == sizes[len(chosen)] and len(found) <= MAX_CHOICES:
+            if sizes[len(chosen)] in candidates[i][1] and len(found) <= MAX_CHOICES:
                 extend((*chosen, candidates[i][0]), i + 1)
 
     extend((), 0)

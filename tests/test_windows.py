@@ -8,7 +8,7 @@ import pytest
 from flowcheck.description import TensorSpec
 from reconstruct.buckets import Layout, LayoutError, layout, looks_like_order, parse_rebuilt
 from reconstruct.landing import Landing
-from reconstruct.windows import Probe, choose
+from reconstruct.windows import Probe, choose, tell_apart
 
 FLOAT = 4
 
@@ -115,3 +115,13 @@ def test_rebuilt_layout_from_its_two_broadcasts() -> None:
     for wrong in ([1, 2], [4], [0, 4], [1, 3, 0]):
         with pytest.raises(LayoutError):
             parse_rebuilt(order, np.array(wrong, np.int32), 4)
+
+
+def test_sizes_that_look_alike_are_told_by_their_order_or_not_at_all() -> None:
+    both = {96, 160}  # of buckets 0 and 1
+    assert tell_apart(two_buckets(), [(3, both), (5, both)], False) == {3: 96, 5: 160}
+    twice = [(3, both), (4, both), (6, both), (9, both)]
+    assert tell_apart(two_buckets(), twice, False) == {3: 96, 4: 160, 6: 96, 9: 160}
+    assert tell_apart(two_buckets(), [(3, both), (4, both), (6, both)], False) is None
+    assert tell_apart(two_buckets(), [(3, both), (4, both), (6, both)], True) == {3: 96, 4: 160, 6: 96}
+    assert tell_apart(two_buckets(), [(3, both)], False) is None
