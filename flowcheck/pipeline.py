@@ -137,7 +137,10 @@ class Pipeline:
         """The input has ended: every gap is a hole."""
         self._take(self.gloo.feed(self.tcp.flush(now), now))
         if self.pairs.count:
-            self._take(self.nccl.feed(self.roce.flush(now), now))
+            events = self.nccl.feed(self.roce.flush(now), now)
+            while events:  # what was told, such as the layout, may decide what lies behind it
+                self._take(events)
+                events = self.nccl.feed(self.roce.expire(now), now)
 
     def _take(self, events: list[Event]) -> None:
         for event in events:

@@ -313,7 +313,7 @@ class Recogniser:
         return True
 
     def _copies(self, sights: list[_Sight], start: tuple[int, ...]) -> list[Blueprint]:
-        """Broadcasts from rank 0 of one message that is not full, by the length of a message from `start` on. DDP's are such."""
+        """Broadcasts from rank 0 of one message that is not full, as DDP's are, by the messages from `start` on."""
         firsts = {
             sight.lengths[at]
             for sight, at in zip(sights, start, strict=True)

@@ -46,6 +46,7 @@ def test_two_ranks_over_ipv6(tmp_path: Path) -> None:
     outcome.check(("gpt", "adam"))
 
 
+@pytest.mark.slow
 def test_two_ranks_on_a_node(tmp_path: Path) -> None:
     outcome = train(tmp_path, ("gpt", "sgd"), ranks=4, ranks_per_node=2, mirrors=mirrors("2:both"))
     outcome.check(("gpt", "sgd"))
@@ -70,6 +71,7 @@ def test_without_a_mirror_it_stays_at_step_zero_and_says_so(tmp_path: Path) -> N
     assert "frozen at 0, job is ahead" in job["frozen"] and "mirror" in job["frozen"]
 
 
+@pytest.mark.slow
 def test_as_an_ordinary_user(tmp_path: Path) -> None:
     kernels = os.environ.get(VARIABLE)
     if kernels and Path(kernels).is_dir():  # else they are compiled once more

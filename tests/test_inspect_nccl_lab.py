@@ -397,3 +397,4 @@ def test_a_lost_announcement_costs_nothing(tmp_path: Path) -> None:
     assert len(entries) == 24
     found = look(losing(cluster, entries[4:8]), tmp_path / "a.pcap", job=job)[1]
     assert check(found, cluster.results) == {0}
+    assert {line["sender_rank"] for line in found if line["type"] == "collective"} == {0, 1, 2, 3}

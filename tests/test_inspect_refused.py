@@ -12,7 +12,7 @@ from tcp_frames import SYN, tcp_frame
 from test_inspect_nccl_lab import Cluster, SetUp, look, of_wire
 from test_nccl_socket import streams
 
-from flowcheck.inspect.nccl_flows import Flow, Piece
+from flowcheck.inspect.nccl_flows import Flow, Piece, connections
 from flowcheck.inspect.nccl_refused import infiniband, of_flows
 from flowcheck.inspect.table import table
 from flowcheck.lab.nccl_wire import Call
@@ -47,6 +47,16 @@ def messages(immediates: list[int], length: int = 512) -> Flow:
 def test_flows_that_are_refused(flows: list[Flow], name: str) -> None:
     (said,) = of_flows(flows, [])
     assert str(REFUSALS[name]) in said
+
+
+def test_entries_announce_only_with_numbers_that_rise() -> None:
+    data, announced = messages([512] * 20), entries(65536, 8)
+    for at, piece in enumerate(data.pieces):
+        piece.va = 0x1000 + at % 8 * 65536
+    (one,) = connections([data, announced])
+    assert (one.sender_rank, one.pairs, one.rooms) == (0, [1], {65536})
+    announced.pieces.append(announced.pieces[-1])
+    assert not connections([data, announced])
 
 
 def test_usual_flows_are_not_refused() -> None:

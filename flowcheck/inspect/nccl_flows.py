@@ -171,7 +171,7 @@ def connections(flows: Iterable[Flow]) -> list[Connection]:
     """The connections of which both the messages and their announcements were captured.
 
     A data flow belongs to the entries that name the buffers it writes to: all of them, for an entry comes before its
-    message, or of what is left where packets of either are missing.
+    message, but for entries that were not captured.
     """
     entries: list[tuple[Flow, str, _Announced]] = []
     data: list[Flow] = []
@@ -207,8 +207,7 @@ def _writes_to(flow: Flow, entries: Flow, found: _Announced) -> bool:
     rooms = [found.room(piece.va, piece.rkey) for piece in placed if piece.length] or [
         found.room(piece.va, piece.rkey) for piece in placed
     ]
-    lossy = bool(entries.gaps) or any(not piece.complete for piece in entries.pieces)
-    return any(rooms) and (lossy or all(rooms))
+    return any(rooms) and 2 * sum(room > 0 for room in rooms) >= len(rooms)
 
 
 def strange_rooms(flow: Flow) -> tuple[set[int], bool] | None:
