@@ -41,6 +41,7 @@ def test_two_one_way_mirrors_of_different_links(tmp_path: Path) -> None:
     outcome.check(("gpt", "sgd"))
 
 
+@pytest.mark.slow
 def test_two_ranks_over_ipv6(tmp_path: Path) -> None:
     outcome = train(tmp_path, ("gpt", "adam"), ranks=2, mirrors=mirrors("1:both"), ipv6=True)
     outcome.check(("gpt", "adam"))
