@@ -1,14 +1,18 @@
-"""What both benchmarks need: the machine in words, statistics of repeated timings, tables."""
+"""What the benchmarks need: the machine in words, statistics of repeated timings, tables."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
 import platform
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 def machine() -> str:
@@ -23,6 +27,22 @@ def machine() -> str:
 def load() -> float:
     """Processes that wanted a core in the last minute: above 0 before a benchmark means noise."""
     return os.getloadavg()[0]
+
+
+def options(purpose: str | None, quick: str) -> argparse.ArgumentParser:
+    """A benchmark's command line: what every one of them takes. purpose: its docstring; quick: what --quick means."""
+    parser = argparse.ArgumentParser(description=(purpose or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
+    return parser
+
+
+def show(as_json: bool, here: str, busy: float, results: list[Any], text: str) -> None:
+    """Print results (dataclasses) of a run on machine `here`, or their tables `text`. busy: the load before."""
+    if as_json:
+        print(json.dumps({"machine": here, "load": busy, "results": [asdict(r) for r in results]}))
+    else:
+        print(f"{here}\nload before: {busy:.1f}\n\n{text}")
 
 
 def tail(path: Path, lines: int = 15) -> str:

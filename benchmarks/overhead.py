@@ -9,7 +9,6 @@ daemon keep to different cores. docs/benchmarks.md explains the figures.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from measure import load, machine, percentile, spread, table, tail
+from measure import load, machine, options, percentile, spread, table, tail
 
 from flowcheck.errors import FlowcheckError
 from flowcheck.lab import Lab, LabConfig, Mirror
@@ -199,11 +198,9 @@ def report(
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--quick", action="store_true", help="a small model, one round of few iterations")
-    options.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
-    options.add_argument("--rounds", type=int, help="rounds of blocks [default: 8, quick 1]")
-    args = options.parse_args()
+    parser = options(__doc__, "a small model, one round of few iterations")
+    parser.add_argument("--rounds", type=int, help="rounds of blocks [default: 8, quick 1]")
+    args = parser.parse_args()
     # So that a terminated benchmark takes its labs and its temporary files with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rounds = args.rounds or (1 if args.quick else 8)

@@ -10,8 +10,6 @@ docs/benchmarks.md explains the figures.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import signal
@@ -20,12 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measure import load, machine, spread, table
+from measure import load, machine, options, show, spread, table
 from numba import njit
 from recorded_job import RecordedJob, Replay, Shape, record
 
@@ -241,12 +239,10 @@ def report(results: list[Measured]) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--quick", action="store_true", help="a small recording of one frame size, few repeats")
-    options.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
-    options.add_argument("--repeats", type=int, help="timed repeats [default: 15, quick 3]")
-    options.add_argument("--recordings", type=Path, help="where recordings are kept [default: a temporary folder]")
-    args = options.parse_args()
+    parser = options(__doc__, "a small recording of one frame size, few repeats")
+    parser.add_argument("--repeats", type=int, help="timed repeats [default: 15, quick 3]")
+    parser.add_argument("--recordings", type=Path, help="where recordings are kept [default: a temporary folder]")
+    args = parser.parse_args()
     # So that a terminated benchmark takes its labs and its temporary files with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     root = args.recordings or Path(tempfile.gettempdir()) / f"flowcheck-recordings-{os.getuid()}"
@@ -261,10 +257,7 @@ def main() -> None:
         results = [measure(shape, root, repeats, 50 if args.quick else 500) for shape in shapes]
     except FlowcheckError as error:
         sys.exit(f"pipeline.py: {error}")
-    if args.json:
-        print(json.dumps({"machine": here, "load": busy, "results": [asdict(r) for r in results]}))
-    else:
-        print(f"{here}\nload before: {busy:.1f}\n\n{report(results)}")
+    show(args.json, here, busy, results, report(results))
 
 
 if __name__ == "__main__":

@@ -15,18 +15,16 @@ docs/benchmarks.md explains the figures.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from measure import load, machine, spread, table
+from measure import load, machine, options, show, spread, table
 from numba import njit
 from roce_traffic import PROTOCOLS, Traffic, make
 
@@ -288,11 +286,9 @@ def report(results: list[Measured]) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--quick", action="store_true", help="little traffic, few repeats")
-    options.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
-    options.add_argument("--repeats", type=int, help="timed repeats [default: 15, quick 3]")
-    args = options.parse_args()
+    parser = options(__doc__, "little traffic, few repeats")
+    parser.add_argument("--repeats", type=int, help="timed repeats [default: 15, quick 3]")
+    args = parser.parse_args()
     repeats = args.repeats or (3 if args.quick else 15)
     here, busy = machine(), load()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -301,10 +297,7 @@ def main() -> None:
         results = [measure(name, mtu, floats, repeats) for name in PROTOCOLS for mtu in MTUS]
     except FlowcheckError as error:
         sys.exit(f"roce.py: {error}")
-    if args.json:
-        print(json.dumps({"machine": here, "load": busy, "results": [asdict(r) for r in results]}))
-    else:
-        print(f"{here}\nload before: {busy:.1f}\n\n{report(results)}")
+    show(args.json, here, busy, results, report(results))
 
 
 if __name__ == "__main__":

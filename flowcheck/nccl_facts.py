@@ -50,7 +50,7 @@ SETTINGS = (
 )  # fmt: skip
 """Variables that decide what is on the wire; all ranks must agree on them."""
 LOG_HOW = (
-    "start the trainers with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET,ENV NCCL_DEBUG_FILE=/tmp/nccl.%h.%p "
+    "start the trainers with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET,ENV NCCL_DEBUG_FILE=nccl.%h.%p.log "
     "(a few kilobytes per rank, once)"
 )
 MOST_LOG_BYTES = 64 << 20

@@ -59,7 +59,7 @@ from mirror.tunnels import (
 )
 from mirror.vantage import Vantage
 
-__all__ = ["COUNTERS", "Datagrams", "Flows", "Segments", "parse"]
+__all__ = ["COUNTERS", "Datagrams", "Flows", "Segments", "parse", "tally"]
 
 COUNTERS = (
     "frames", "tcp", "tcp_payload_bytes", "truncated", "vlan_tagged", "other_ip", "non_ip", "fragments",
@@ -162,8 +162,8 @@ class Segments:
 
 
 @njit(cache=True, nogil=True)
-def _note(strange: np.ndarray, code: int) -> None:
-    """Count a type that is not read; the rarest one gives way when the table is full."""
+def tally(strange: np.ndarray, code: int) -> None:
+    """Count a code in int64[n, 2], (code, count); the rarest one gives way when the table is full."""
     rarest = 0
     for row in range(strange.shape[0]):
         if strange[row, 1] == 0 or strange[row, 0] == code:
@@ -288,7 +288,7 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
             else:
                 reason = CUT if ethertype == -1 else NON_IP
                 if reason == NON_IP:
-                    _note(strange, (depth > 0) << 16 | (ethertype if ethertype >= 0x600 else 0))
+                    tally(strange, (depth > 0) << 16 | (ethertype if ethertype >= 0x600 else 0))
                 break
 
             if start >= 0:
@@ -320,7 +320,7 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
                 if kind == NOT_HERE:
                     reason = CUT if limit > end else MALFORMED
                 elif protocol == _GRE:
-                    _note(strange, 2 << 16 | inner)
+                    tally(strange, 2 << 16 | inner)
                 break
             if depth == most:
                 reason = TOO_DEEP

@@ -22,7 +22,6 @@ class Holdings:
         self.raw: dict[tuple[str, int], dict[tuple[int, int], RawLink]] = {}  # (group, tag) -> (lane's uid, slot)
         self.placed: dict[tuple[str, int], tuple[int, int]] = {}  # (group, tag) -> (size, itemsize) of raw links
         self._all: dict[int, Landing] = {}
-        self._reported: dict[int, int] = {}  # ident -> conflicts told
         self._ident = 0
 
     def landing(self, ident: int) -> Landing:
@@ -91,13 +90,6 @@ class Holdings:
             del self.placed[key]
         return addresses
 
-    def untold_conflicts(self, landing: Landing) -> list[list[int]]:
-        """Conflicts of a landing that were not asked for before."""
-        told = self._reported.get(landing.ident, 0)
-        conflicts = landing.conflicts
-        self._reported[landing.ident] = len(conflicts)
-        return conflicts[told:]
-
     def _new(self, size: int, itemsize: int, world: int) -> Landing | None:
         self._ident += 1
         segment = schedule.ring(size, itemsize, world)[3]  # no message crosses a segment of the ring
@@ -108,5 +100,4 @@ class Holdings:
 
     def _free(self, landing: Landing) -> None:
         del self._all[landing.ident]
-        self._reported.pop(landing.ident, None)
         self.budget.free(landing)

@@ -157,7 +157,7 @@ class Reports:
     def _conflict(self, ident: int) -> None:
         name = self._held.names.get(ident)
         if name is not None:
-            for offset, length, sender in self._held.untold_conflicts(self._held.landing(ident)):
+            for offset, length, sender in self._held.landing(ident).untold_conflicts():
                 self.counts["conflicts"] += 1
                 self.events.append(Conflict(*name, offset, length, sender))
 

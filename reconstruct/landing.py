@@ -301,6 +301,7 @@ class Landing:
         count = -(-size // segment)
         self._heads = np.full(count, -1, np.int32)
         self._log = np.zeros((MAX_CONFLICTS, 3), np.int64)
+        self._told = 0  # conflicts
         self._limit = count + 64 + size // 256
         self._meta = np.zeros(META_WORDS, np.int64)
         self._meta[[DATA, SIZE, SEGMENT, IDENT]] = address_of(self.data), size, segment, ident
@@ -343,6 +344,12 @@ class Landing:
     def conflicts(self) -> list[list[int]]:
         """[offset, length, sender] of ranges with differing copies; the first 64 are kept."""
         return self._log[: min(MAX_CONFLICTS, int(self._meta[CONFLICTS]))].tolist()
+
+    def untold_conflicts(self) -> list[list[int]]:
+        """Those of `conflicts` that were not asked for by this before."""
+        conflicts = self.conflicts
+        told, self._told = self._told, len(conflicts)
+        return conflicts[told:]
 
     def holes(self) -> list[list[int]]:
         """[offset, length] of every range without a final value, in order."""

@@ -544,7 +544,7 @@ class Follower:
         """Two copies in a landing differ, or a flag was wrong."""
         name = self._held.names.get(landing.ident)
         if name is not None:
-            for offset, length, sender in self._held.untold_conflicts(landing):
+            for offset, length, sender in landing.untold_conflicts():
                 self.events.append(Conflict(*name, offset, length, sender))
 
     def coverage(self) -> float:

@@ -45,7 +45,6 @@ class Holdings:
         self.landings: dict[tuple[str, int], Landing] = {}
         self.names: dict[int, tuple[str, int]] = {}
         self._all: dict[int, Landing] = {}
-        self._told: dict[int, int] = {}
         self._ident = 0
 
     def landing(self, ident: int) -> Landing:
@@ -87,13 +86,6 @@ class Holdings:
             del self.names[landing.ident]
             self._free(landing)
 
-    def untold_conflicts(self, landing: Landing) -> list[list[int]]:
-        """Conflicts of a landing that were not asked for before."""
-        told = self._told.get(landing.ident, 0)
-        conflicts = landing.conflicts
-        self._told[landing.ident] = len(conflicts)
-        return conflicts[told:]
-
     def _new(self, size: int, itemsize: int, world: int) -> Landing | None:
         self._ident += 1
         landing = self.budget.landing(size, itemsize, world, SEGMENT_BYTES, self._ident)
@@ -103,5 +95,4 @@ class Holdings:
 
     def _free(self, landing: Landing) -> None:
         del self._all[landing.ident]
-        self._told.pop(landing.ident, None)
         self.budget.free(landing)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from replay import Recording
 
+from flowcheck.errors import NoPermission
 from flowcheck.lab import Lab, LabConfig, Mirror
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +20,16 @@ def shared() -> Path:
     if not (path / "captures").is_dir():
         pytest.skip(f"no captures at {path}: set FLOWCHECK_SHARED to the folder that holds captures/")
     return path
+
+
+@pytest.fixture(scope="session")
+def allowed() -> None:
+    """Where the system forbids namespaces the lab says so; tests that need them skip."""
+    try:
+        with Lab(LabConfig(daemon=())):
+            pass
+    except NoPermission as error:
+        pytest.skip(str(error))
 
 
 def _record(folder: Path, ranks: int, case: str) -> Recording:

@@ -136,16 +136,6 @@ os._exit(0)  # torch's own threads sometimes abort the interpreter's end
 """
 
 
-@pytest.fixture(scope="module")
-def allowed() -> None:
-    """Where the system forbids namespaces the lab says so; most tests here need them."""
-    try:
-        with Lab(LabConfig(daemon=())):
-            pass
-    except NoPermission as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture
 def folder(tmp_path: Path, allowed: None) -> Path:
     (tmp_path / "capture.py").write_text(CAPTURE)

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 from tcp_frames import block_of
 
-from flowcheck.errors import NoPermission, UsageError
-from flowcheck.lab import Lab, LabConfig, Mirror, run
+from flowcheck.errors import UsageError
+from flowcheck.lab import LabConfig, Mirror, run
 from flowcheck.lab.addresses import Port
 from flowcheck.lab.command import lab_command
 from flowcheck.lab.nccl_log import debug_file, log_lines
@@ -135,15 +135,6 @@ print(json.dumps({"digests": digests, "falls": losses[-1] < losses[0], "log": lo
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture(scope="module")
-def allowed() -> None:
-    try:
-        with Lab(LabConfig(daemon=())):
-            pass
-    except NoPermission as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

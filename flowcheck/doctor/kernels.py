@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from mirror.frames import tally
 from mirror.headers import link
 from mirror.memory import load_be16, load_be32, load_u8, load_u32, load_u64
 from mirror.roce_wire import ACKNOWLEDGE, CLASS, FIRST, HEADERS, LAST, PART, RESPONSE, SEND, WRITE
@@ -38,20 +39,6 @@ P_MIDDLE, P_FIRST, P_LAST, P_ONLY, P_ACKS, P_FULL = range(6)
 assert (FIRST, LAST) == (P_FIRST, P_LAST)
 _COPY_WINDOW = 50_000_000
 CTS_BYTES = (32, 64)
-
-
-@njit(cache=True, nogil=True)
-def _note(table: np.ndarray, code: int) -> None:
-    """Count a code; the rarest one gives way when the table is full."""
-    rarest = 0
-    for row in range(table.shape[0]):
-        if table[row, 1] == 0 or table[row, 0] == code:
-            rarest = row
-            break
-        if table[row, 1] < table[rarest, 1]:
-            rarest = row
-    table[rarest, 0] = code
-    table[rarest, 1] += 1
 
 
 def kinds_table() -> np.ndarray:
@@ -86,7 +73,7 @@ def look(base: int, offset: np.ndarray, caplen: np.ndarray, linktype: int, table
                     code = UDP << 16 | load_be16(at + 2)
                 elif protocol == 6:
                     code = TCP << 16 | min(load_be16(at), load_be16(at + 2))
-        _note(table, code)
+        tally(table, code)
 
 
 @njit(cache=True, nogil=True)
