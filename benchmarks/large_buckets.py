@@ -5,6 +5,7 @@ Usage: large_buckets.py OUT STEPS WIDTH LAYERS. Rank 0 writes OUT: a JSON list o
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -36,6 +37,9 @@ def main() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(digests))
+    # A model that outlives the group keeps torch's threads, which sometimes abort the interpreter's end.
+    del model, optimizer
+    gc.collect()
     dist.destroy_process_group()
 
 

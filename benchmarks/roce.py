@@ -37,8 +37,8 @@ from mirror.roce import MessageSpans, QueuePairs, RoceReassembler
 from mirror.roce_spans import BEGIN, DATA
 from mirror.roce_state import M_FLOW, M_LENGTH
 from reconstruct.decoder import IGNORE, AllReduce, Plan, Reduced, Request
-from reconstruct.nccl import NcclDecoder
-from reconstruct.nccl_payload import UNIT_DATA, UNIT_WIRE, decode, flag
+from reconstruct.nccl.decoder import NcclDecoder
+from reconstruct.nccl.payload import UNIT_DATA, UNIT_WIRE, decode, flag
 
 MTUS = (1024, 4096)
 FLOATS = 25 << 18

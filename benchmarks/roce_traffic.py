@@ -10,8 +10,8 @@ from flowcheck.lab.addresses import Port, training_address
 from flowcheck.lab.nccl_wire import Call, Communicator, Work, frames_of, mirrored
 from flowcheck.lab.nccl_wire_job import Job
 from mirror.block import Block
-from reconstruct.nccl_group import NcclGroup
-from reconstruct.nccl_schedule import LL, LL128, RING, SIMPLE
+from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.schedule import LL, LL128, RING, SIMPLE
 
 VERSION = "2.26.2"
 RANKS = 4

@@ -9,6 +9,7 @@ on an otherwise idle core.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -163,6 +164,8 @@ def main() -> None:
             (folder / "answer").write_text(json.dumps(answer))
             os.replace(folder / "answer", folder / f"answer-{number}.json")
     dist.barrier()
+    del job
+    gc.collect()  # a model that outlives the group keeps torch's threads, which sometimes abort the interpreter's end
     dist.destroy_process_group()
 
 

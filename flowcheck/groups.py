@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flowcheck.description import GroupRecord, JobDescription
 from flowcheck.errors import UsageError
-from reconstruct.gloo_events import Group
-from reconstruct.nccl_group import NcclGroup
-from reconstruct.nccl_versions import parse
+from reconstruct.gloo.events import Group
+from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.versions import parse
 
 __all__ = ["connections", "gloo_group", "nccl_group", "same_trainers"]
 

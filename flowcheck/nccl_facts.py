@@ -22,12 +22,12 @@ import torch
 from flowcheck.nccl_log import Communicator, Log, parse, ring_of
 from flowcheck.nccl_record import MAX_ADDRESSES, NcclRecord
 from flowcheck.supported import Refused
-from reconstruct.nccl_versions import UnknownVersion, traits
-from reconstruct.nccl_versions import parse as parse_version
+from reconstruct.nccl.versions import UnknownVersion, traits
+from reconstruct.nccl.versions import parse as parse_version
 
 __all__ = ["LOG_HOW", "contribution", "rdma_addresses", "record"]
 
-TREE, RING, NVLSTREE = 0, 1, 5  # NCCL's own numbers, as in reconstruct.nccl_schedule
+TREE, RING, NVLSTREE = 0, 1, 5  # NCCL's own numbers, as in reconstruct.nccl.schedule
 ALGORITHMS = {"tree": TREE, "ring": RING, "nvlstree": NVLSTREE}
 UNREADABLE = {
     "collnetdirect": "its sums are made by the switches",

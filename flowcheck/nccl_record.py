@@ -1,6 +1,6 @@
 """A job's NCCL communicator as plain data: part of its description. Imports neither torch nor numba.
 
-The fields are those of `reconstruct.nccl_group.NcclGroup`, which says what they mean and checks that they go together;
+The fields are those of `reconstruct.nccl.group.NcclGroup`, which says what they mean and checks that they go together;
 here only their form and size are checked.
 """
 

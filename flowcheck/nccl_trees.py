@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowcheck.nccl_log import Communicator, Node
-from reconstruct.nccl_schedule import TREE
-from reconstruct.nccl_tree import BALANCED_TREE, SPLIT_TREE, TREE_PATTERN, channel_tree, parents
+from reconstruct.nccl.schedule import TREE
+from reconstruct.nccl.tree import BALANCED_TREE, SPLIT_TREE, TREE_PATTERN, channel_tree, parents
 
 __all__ = ["Chains", "tree_facts"]
 

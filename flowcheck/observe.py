@@ -6,7 +6,7 @@ finished collective and one at the end:
 
     {"event": "collective", "group", "tag", "kind", "bytes", "coverage", "passed", "messages", "payload_bytes",
      "holes", "links": [[sender, receiver], ...], "broken": [links that lost messages], "time"}
-    {"event": "summary", ...}: what `flowcheck.observation` shows; see `reconstruct.observer.Observer.report`
+    {"event": "summary", ...}: what `flowcheck.observation` shows; see `reconstruct.observe.observer.Observer.report`
 
 bytes: size of the tensor (all-reduce, broadcast), null if unknown; coverage: the part of it whose final values were
 captured, at least, null where bytes is; passed: the group went on far beyond it, else the capture or its connections
@@ -33,7 +33,7 @@ from flowcheck.server import Server
 from mirror.block import Source
 from mirror.record import PcapRecorder
 from reconstruct.decoder import KIND_NAMES
-from reconstruct.observer import Finished, Observer
+from reconstruct.observe.observer import Finished, Observer
 
 _LINE_SECONDS = 5.0
 _STATUS_SECONDS = 0.5

@@ -18,12 +18,12 @@ from mirror.block import Block
 from mirror.frames import Flows
 from mirror.roce import QueuePairs, RoceReassembler
 from mirror.tcp import TcpReassembler
-from reconstruct import schedule
 from reconstruct.decoder import IGNORE, Decoder, Event, Plan, Request
-from reconstruct.gloo import GlooDecoder
+from reconstruct.gloo import schedule
+from reconstruct.gloo.decoder import GlooDecoder
 from reconstruct.landing import Landing
 from reconstruct.lr import Predictor
-from reconstruct.nccl import NcclDecoder
+from reconstruct.nccl.decoder import NcclDecoder
 from reconstruct.steps import StepTracker, TrackerEvent, Waits
 
 _RDMA_WRITE = (

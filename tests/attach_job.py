@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
 import os
 import sys
@@ -477,6 +478,7 @@ def group(port: str) -> Iterator[None]:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     yield
     dist.barrier()
+    gc.collect()  # a model that outlives the group keeps torch's threads, which sometimes abort the interpreter's end
     dist.destroy_process_group()
 
 

@@ -18,10 +18,10 @@ from mirror.flows import Flows
 from mirror.memory import address_of
 from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
-from reconstruct import gloo_state as g
 from reconstruct.decoder import AllReduce, Event, FlowClosed, Reduced
-from reconstruct.gloo import GlooDecoder
-from reconstruct.gloo_events import Group
+from reconstruct.gloo import state as g
+from reconstruct.gloo.decoder import GlooDecoder
+from reconstruct.gloo.events import Group
 
 ALLREDUCE = 4
 Link = tuple[int, int]

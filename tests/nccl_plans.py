@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from reconstruct import nccl_schedule as schedule
-from reconstruct.nccl_plan import Planned, plan
-from reconstruct.nccl_schedule import LL, LL128, SIMPLE
-from reconstruct.nccl_split import Collective, Communicator
-from reconstruct.nccl_versions import traits
+from reconstruct.nccl import schedule
+from reconstruct.nccl.plan import Planned, plan
+from reconstruct.nccl.schedule import LL, LL128, SIMPLE
+from reconstruct.nccl.split import Collective, Communicator
+from reconstruct.nccl.versions import traits
 
 VERSIONS = ["2.18.6", "2.19.4", "2.20.5", "2.21.5", "2.22.3", "2.23.4", "2.26.2", "2.28.9", "2.29.2", "2.30.7"]
 PROTOCOLS = [LL, LL128, SIMPLE]

@@ -31,10 +31,10 @@ from reconstruct.decoder import (
     Request,
 )
 from reconstruct.landing import Landing
-from reconstruct.nccl import NcclDecoder
-from reconstruct.nccl_group import NcclGroup
-from reconstruct.nccl_schedule import LL, LL128, RING, SIMPLE, TREE
-from reconstruct.nccl_schedule import NVLSTREE as NVLS
+from reconstruct.nccl.decoder import NcclDecoder
+from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.schedule import LL, LL128, RING, SIMPLE, TREE
+from reconstruct.nccl.schedule import NVLSTREE as NVLS
 
 Sent = list[tuple[int, Link, bytes]]
 ALGORITHMS = {"ring": RING, "tree": TREE, "nvlstree": NVLS}

@@ -25,7 +25,6 @@ from mirror.block import Block
 from mirror.capfile import CaptureFileSource
 from mirror.flows import Flows
 from mirror.tcp import TcpReassembler
-from reconstruct import schedule
 from reconstruct.decoder import (
     ALLREDUCE,
     BROADCAST,
@@ -43,9 +42,10 @@ from reconstruct.decoder import (
     Reduced,
     Request,
 )
-from reconstruct.gloo import GlooDecoder
-from reconstruct.gloo_events import Group
-from reconstruct.tcpstore import StoreWatcher, groups
+from reconstruct.gloo import schedule
+from reconstruct.gloo.decoder import GlooDecoder
+from reconstruct.gloo.events import Group
+from reconstruct.observe.tcpstore import StoreWatcher, groups
 
 
 class Recording:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reconstruct.decoder import ALLREDUCE, BROADCAST, IGNORE, LENGTHS, RAW, AllReduce, LinkLost
-from reconstruct.gloo import GlooDecoder
+from reconstruct.gloo.decoder import GlooDecoder
 
 
 def _stream(payloads: list[bytes]) -> Job:

@@ -17,11 +17,11 @@ from gloo_traffic import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reconstruct import gloo_state as g
 from reconstruct.decoder import ALLREDUCE, BROADCAST, NOT_THIS_SIZE, RAW, LinkLost, Message, Reduced
-from reconstruct.framing import MAX_NOTICES, Pending, lost_payloads
-from reconstruct.gloo_lanes import LaneTable
-from reconstruct.gloo_recovery import after_gap
+from reconstruct.gloo import state as g
+from reconstruct.gloo.framing import MAX_NOTICES, Pending, lost_payloads
+from reconstruct.gloo.lanes import LaneTable
+from reconstruct.gloo.recovery import after_gap
 
 
 def _job_with_a_tail(seed: int, world: int, rank: int) -> tuple[Job, int]:
@@ -164,7 +164,7 @@ def test_payloads_in_a_gap_are_counted_right(monkeypatch: pytest.MonkeyPatch) ->
             settled.append((int(row[g.FLOW]), int(row[g.GAP_START]), int(row[g.POSITION]) - 48, result))
         return result
 
-    monkeypatch.setattr("reconstruct.gloo_reports.after_gap", spy)
+    monkeypatch.setattr("reconstruct.gloo.reports.after_gap", spy)
     known = unknown = swallowed = 0
     for seed in range(40):
         rng = random.Random(seed)

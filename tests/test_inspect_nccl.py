@@ -18,10 +18,10 @@ from flowcheck.inspect.nccl_read import Reading, Sizes, read
 from flowcheck.inspect.report import Limits, Report, inspect
 from flowcheck.inspect.table import WIDTH, table
 from mirror.record import PcapRecorder
-from reconstruct.nccl_blueprint import Blueprints
-from reconstruct.nccl_group import Edge, NcclGroup, edges
-from reconstruct.nccl_schedule import ALLGATHER, ALLREDUCE, LL, LL128, RING, SIMPLE, SLOT_BYTES
-from reconstruct.nccl_split import Collective
+from reconstruct.nccl.blueprint import Blueprints
+from reconstruct.nccl.group import Edge, NcclGroup, edges
+from reconstruct.nccl.schedule import ALLGATHER, ALLREDUCE, LL, LL128, RING, SIMPLE, SLOT_BYTES
+from reconstruct.nccl.split import Collective
 
 Told = dict[str, Any]
 FEW = Limits(flows=1 << 10, reorder=8 << 20)

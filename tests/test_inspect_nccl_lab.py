@@ -29,8 +29,8 @@ from flowcheck.lab.addresses import training_address
 from flowcheck.lab.nccl_wire import Call
 from flowcheck.lab.nccl_wire_job import Job
 from mirror.record import PcapRecorder
-from reconstruct.nccl_bootstrap import MAGIC
-from reconstruct.nccl_versions import ConnectionBlock, traits
+from reconstruct.nccl.bootstrap import MAGIC
+from reconstruct.nccl.versions import ConnectionBlock, traits
 
 Told = dict[str, Any]
 FEW = Limits(flows=1 << 11, reorder=8 << 20)

@@ -16,9 +16,9 @@ from flowcheck.inspect.nccl_flows import Flow, Piece, connections
 from flowcheck.inspect.nccl_refused import infiniband, of_flows
 from flowcheck.inspect.table import table
 from flowcheck.lab.nccl_wire import Call
-from reconstruct.nccl_bootstrap import MAGIC
-from reconstruct.nccl_refusals import REFUSALS
-from reconstruct.nccl_schedule import P2P_SLOT
+from reconstruct.nccl.bootstrap import MAGIC
+from reconstruct.nccl.refusals import REFUSALS
+from reconstruct.nccl.schedule import P2P_SLOT
 
 
 def entries(room: int, places: int, number: int = 24) -> Flow:

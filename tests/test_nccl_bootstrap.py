@@ -16,7 +16,7 @@ from mirror.capfile import CaptureFileSource
 from mirror.flows import Flows
 from mirror.spans import HOLE
 from mirror.tcp import TcpReassembler
-from reconstruct.nccl_bootstrap import (
+from reconstruct.nccl.bootstrap import (
     MAGIC,
     Contradiction,
     Member,
@@ -27,7 +27,7 @@ from reconstruct.nccl_bootstrap import (
     check,
     read_setup,
 )
-from reconstruct.nccl_versions import ConnectionBlock, traits
+from reconstruct.nccl.versions import ConnectionBlock, traits
 
 ONE, TWO = ("10.0.0.1", 5001), ("10.0.0.2", 5002)
 

@@ -13,12 +13,11 @@ import pytest
 from nccl_frames import Flow, Message, messages, packets, tcp_streams
 
 from mirror.memory import address_of
-from reconstruct import nccl_payload as payload
-from reconstruct import nccl_schedule as schedule
-from reconstruct.nccl_plan import plan
-from reconstruct.nccl_schedule import ALLGATHER, ALLREDUCE, BROADCAST, LL, RING, SIMPLE, Timeline
-from reconstruct.nccl_split import Collective, Communicator
-from reconstruct.nccl_versions import traits
+from reconstruct.nccl import payload, schedule
+from reconstruct.nccl.plan import plan
+from reconstruct.nccl.schedule import ALLGATHER, ALLREDUCE, BROADCAST, LL, RING, SIMPLE, Timeline
+from reconstruct.nccl.split import Collective, Communicator
+from reconstruct.nccl.versions import traits
 
 RANK0, RANK1 = "fe80::e42:a1ff:fe9f:58f8", "fe80::ac0:ebff:fe8c:282d"
 FLOATS = 5000

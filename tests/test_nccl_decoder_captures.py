@@ -11,8 +11,8 @@ from nccl_frames import Flow, Message, frames, messages
 from nccl_traffic import Rig
 from tcp_frames import block_of
 
-from reconstruct.nccl_group import NcclGroup
-from reconstruct.nccl_schedule import LL, LL128, RING, SIMPLE
+from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.schedule import LL, LL128, RING, SIMPLE
 
 RANK0 = "fe80::e42:a1ff:fe9f:58f8"
 RANK1, RANK1B = "fe80::ac0:ebff:fe8c:282d", "fe80::ac0:ebff:fe8c:282c"

@@ -20,10 +20,10 @@ from flowcheck.nccl_log import Communicator, ring_of
 from flowcheck.nccl_record import NcclRecord
 from flowcheck.nccl_trees import tree_facts
 from flowcheck.supported import Refused
-from reconstruct.nccl_group import edges
-from reconstruct.nccl_tree import BALANCED_TREE, TREE_PATTERN
-from reconstruct.nccl_tree import edges as tree_edges
-from reconstruct.nccl_versions import UnknownVersion
+from reconstruct.nccl.group import edges
+from reconstruct.nccl.tree import BALANCED_TREE, TREE_PATTERN
+from reconstruct.nccl.tree import edges as tree_edges
+from reconstruct.nccl.versions import UnknownVersion
 
 RING_ONLY = {"NCCL_ALGO": "Ring"}
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from reconstruct import nccl_schedule as schedule
-from reconstruct.nccl_group import NOWHERE, NcclGroup, communicator, edges, ring_orders, row_position
-from reconstruct.nccl_plan import plan
-from reconstruct.nccl_schedule import ALLREDUCE, BROADCAST, DOWN, LL, LL128, NVLSTREE, RING, SIMPLE, TREE, UP
-from reconstruct.nccl_split import Collective
-from reconstruct.nccl_versions import UnknownVersion
+from reconstruct.nccl import schedule
+from reconstruct.nccl.group import NOWHERE, NcclGroup, communicator, edges, ring_orders, row_position
+from reconstruct.nccl.plan import plan
+from reconstruct.nccl.schedule import ALLREDUCE, BROADCAST, DOWN, LL, LL128, NVLSTREE, RING, SIMPLE, TREE, UP
+from reconstruct.nccl.split import Collective
+from reconstruct.nccl.versions import UnknownVersion
 
 
 def group(nodes: int = 2, gpus: int = 1, channels: int = 1, **changes: Any) -> NcclGroup:

@@ -9,10 +9,10 @@ import pytest
 from nccl_plans import VERSIONS
 from test_nccl_group import group
 
-from reconstruct.nccl_group import NOWHERE, Edge, NcclGroup, communicator, edges, row_position
-from reconstruct.nccl_guess import Guess, Seen, fits, guess, rows_by_channel
-from reconstruct.nccl_plan import plan
-from reconstruct.nccl_schedule import (
+from reconstruct.nccl.group import NOWHERE, Edge, NcclGroup, communicator, edges, row_position
+from reconstruct.nccl.guess import Guess, Seen, fits, guess, rows_by_channel
+from reconstruct.nccl.plan import plan
+from reconstruct.nccl.schedule import (
     ALLGATHER,
     ALLREDUCE,
     BROADCAST,
@@ -25,7 +25,7 @@ from reconstruct.nccl_schedule import (
     places,
     wire_bytes,
 )
-from reconstruct.nccl_split import Collective
+from reconstruct.nccl.split import Collective
 
 
 def rows(known: NcclGroup, call: Collective, head: int = 0) -> dict[int, np.ndarray]:

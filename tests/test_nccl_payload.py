@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mirror.memory import address_of
-from reconstruct import nccl_payload as payload
-from reconstruct.nccl_schedule import LL, LL128, SIMPLE, wire_bytes
+from reconstruct.nccl import payload
+from reconstruct.nccl.schedule import LL, LL128, SIMPLE, wire_bytes
 
 
 def encode(protocol: int, data: np.ndarray, step: int, rng: np.random.Generator) -> np.ndarray:

@@ -7,10 +7,10 @@ from tcp_frames import tcp_frame
 from test_nccl_group import group
 from test_nccl_guess import sent
 
-from reconstruct.nccl_group import edges
-from reconstruct.nccl_refusals import REFUSALS, from_log, from_settings, infiniband_frame, reduce_scatter, tls_record
-from reconstruct.nccl_schedule import ALLREDUCE, BROADCAST, LL, LL128, RING, SIMPLE
-from reconstruct.nccl_split import Collective
+from reconstruct.nccl.group import edges
+from reconstruct.nccl.refusals import REFUSALS, from_log, from_settings, infiniband_frame, reduce_scatter, tls_record
+from reconstruct.nccl.schedule import ALLREDUCE, BROADCAST, LL, LL128, RING, SIMPLE
+from reconstruct.nccl.split import Collective
 
 
 def test_every_refusal_says_what_to_do_and_what_it_costs() -> None:

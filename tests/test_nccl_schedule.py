@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from nccl_plans import PROTOCOLS, VERSIONS, check_fit, counts, covered, floats, plan_one
 
-from reconstruct import nccl_schedule as schedule
-from reconstruct.nccl_plan import plan
-from reconstruct.nccl_schedule import (
+from reconstruct.nccl import schedule
+from reconstruct.nccl.plan import plan
+from reconstruct.nccl.schedule import (
     ALLGATHER,
     ALLREDUCE,
     BROADCAST,
@@ -24,8 +24,8 @@ from reconstruct.nccl_schedule import (
     TREE,
     Timeline,
 )
-from reconstruct.nccl_split import Collective, Communicator, Unsupported
-from reconstruct.nccl_versions import UnknownVersion, block_versions, parse, traits
+from reconstruct.nccl.split import Collective, Communicator, Unsupported
+from reconstruct.nccl.versions import UnknownVersion, block_versions, parse, traits
 
 # ------------------------------------------------------------------------------------------------- worked examples
 

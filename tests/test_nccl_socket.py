@@ -17,7 +17,7 @@ from mirror.flows import Flows
 from mirror.memory import address_of
 from mirror.roce_spans import BEGIN, DATA, END, HOLE
 from mirror.tcp import TcpReassembler
-from reconstruct.nccl_socket import LOST, Framer, Piece, SocketWatcher
+from reconstruct.nccl.socket import LOST, Framer, Piece, SocketWatcher
 
 
 def streams(messages: list[bytes], sockets: int, inline: int, task: int = 65536) -> list[bytes]:

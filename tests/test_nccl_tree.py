@@ -8,10 +8,10 @@ import random
 import pytest
 from nccl_plans import PROTOCOLS, VERSIONS, check_fit, counts, covered, floats, plan_one
 
-from reconstruct import nccl_schedule as schedule
-from reconstruct import nccl_tree
-from reconstruct.nccl_schedule import ALLREDUCE, DOWN, LL, LL128, NVLSTREE, SIMPLE, TREE, UP
-from reconstruct.nccl_split import Collective, Unsupported
+from reconstruct.nccl import schedule
+from reconstruct.nccl import tree as nccl_tree
+from reconstruct.nccl.schedule import ALLREDUCE, DOWN, LL, LL128, NVLSTREE, SIMPLE, TREE, UP
+from reconstruct.nccl.split import Collective, Unsupported
 
 BUCKET = 6_553_600
 

@@ -25,12 +25,12 @@ from flowcheck.lab.nccl_wire_split import Cut, shares
 from mirror.memory import address_of
 from mirror.messages import Message, MessageRecorder
 from mirror.roce import QueuePairs, RoceReassembler
-from reconstruct import nccl_payload
-from reconstruct import nccl_schedule as schedule
-from reconstruct.nccl_plan import plan
-from reconstruct.nccl_split import Collective
-from reconstruct.nccl_split import Communicator as Planner
-from reconstruct.nccl_versions import traits
+from reconstruct.nccl import payload as nccl_payload
+from reconstruct.nccl import schedule
+from reconstruct.nccl.plan import plan
+from reconstruct.nccl.split import Collective
+from reconstruct.nccl.split import Communicator as Planner
+from reconstruct.nccl.versions import traits
 
 NUMBER = {"ll": schedule.LL, "ll128": schedule.LL128, "simple": schedule.SIMPLE}
 KIND = {"allreduce": schedule.ALLREDUCE, "broadcast": schedule.BROADCAST, "allgather": schedule.ALLGATHER}

@@ -21,8 +21,8 @@ from flowcheck.config import DaemonConfig
 from flowcheck.errors import UsageError
 from flowcheck.observation import table
 from flowcheck.observe import observe as run
-from reconstruct.observer import Finished, Observer
-from reconstruct.tcpstore import StoreRecord
+from reconstruct.observe.observer import Finished, Observer
+from reconstruct.observe.tcpstore import StoreRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 STORE_PORT = 29500

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gloo_traffic import ring_messages
 
-from reconstruct import schedule
+from reconstruct.gloo import schedule
 
 
 def test_large_bucket_as_recorded() -> None:

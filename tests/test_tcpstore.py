@@ -10,7 +10,7 @@ import pytest
 from mirror.capfile import CaptureFileSource
 from mirror.flows import Flows
 from mirror.tcp import TcpReassembler
-from reconstruct.tcpstore import HELLO, Conversation, StoreRecord, StoreWatcher, groups, parse_record
+from reconstruct.observe.tcpstore import HELLO, Conversation, StoreRecord, StoreWatcher, groups, parse_record
 
 
 def _watch(path: Path) -> StoreWatcher:

@@ -21,7 +21,7 @@ from flowcheck.vantages import Vantages, parse
 from mirror.capfile import CaptureFileSource
 from mirror.record import PcapRecorder
 from reconstruct.lr import Predictor
-from reconstruct.observer import Observer
+from reconstruct.observe.observer import Observer
 from reconstruct.steps import StepLost, StepReady, Waits
 
 Wrap = Callable[[int, bytes], bytes]

@@ -7,6 +7,7 @@ Batches depend on (step, rank) alone, so a resumed job reads what the uninterrup
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -64,9 +65,13 @@ def main() -> None:
     options.add_argument("--final", type=Path, help="where rank 0 saves the end result")
     options.add_argument("--progress", type=Path, help="folder in which every rank notes its last finished step")
     options.add_argument("--no-flowcheck", action="store_true", help="train without it, for comparison")
-    args = options.parse_args()
-
     dist.init_process_group("gloo")
+    train(options.parse_args())
+    gc.collect()  # a model that outlives the group keeps torch's threads, which sometimes abort the interpreter's end
+    dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace) -> None:
     rank = dist.get_rank()
     text = TEXT.read_text(encoding="utf-8")
     symbols = sorted(set(text))
@@ -110,7 +115,6 @@ def main() -> None:
     if rank == 0 and args.final is not None:
         torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, args.final)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from mirror.roce import MessageSpans, QueuePairs, RoceReassembler
 from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
 from mirror.vantage import Vantage
-from reconstruct.observer import Observer
+from reconstruct.observe.observer import Observer
 
 __all__ = ["Examination"]
 

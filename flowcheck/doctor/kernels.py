@@ -12,7 +12,7 @@ from mirror.headers import link
 from mirror.memory import load_be16, load_be32, load_u8, load_u32, load_u64
 from mirror.roce_wire import ACKNOWLEDGE, CLASS, FIRST, HEADERS, LAST, PART, RESPONSE, SEND, WRITE
 from mirror.spans import DATA, DUPLICATE, HOLE, OPEN
-from reconstruct.framing import PREAMBLE_BYTES, search, valid
+from reconstruct.gloo.framing import PREAMBLE_BYTES, search, valid
 
 __all__ = [
     "ALIKE", "CERTAIN", "COPIES", "COUNTED", "CTS_BYTES", "NCCL_MAGIC", "announcements", "copies_roce", "copies_tcp",

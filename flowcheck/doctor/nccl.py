@@ -17,8 +17,8 @@ from mirror.roce import RoceReassembler
 from mirror.roce_spans import DATA, END, MessageSpans
 from mirror.roce_state import HEADLESS, M_FLAGS, M_FLOW, M_IMM, M_KIND, M_LENGTH, M_RKEY
 from mirror.roce_wire import WRITE
-from reconstruct.nccl_schedule import P2P_SLOT
-from reconstruct.nccl_versions import CTS_FORMS
+from reconstruct.nccl.schedule import P2P_SLOT
+from reconstruct.nccl.versions import CTS_FORMS
 
 __all__ = ["NcclSight"]
 

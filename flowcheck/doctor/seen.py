@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from reconstruct.nccl_schedule import missing_chunk
+from reconstruct.nccl.schedule import missing_chunk
 
 __all__ = ["Link", "Ring", "Seen", "Strange", "by_hosts", "chunk_counts", "gloo_missing"]
 

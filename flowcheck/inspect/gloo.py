@@ -1,6 +1,6 @@
 """Gloo's collectives of a capture, one line for each and each sender: what it is, and the final values that were seen.
 
-Everything is `reconstruct.observer`'s, but that the messages' bytes are kept until their collective is over.
+Everything is `observe.observer`'s, but that the messages' bytes are kept until their collective is over.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from mirror.block import Block
 from mirror.flows import Flows
 from mirror.frames import Datagrams
 from mirror.spans import Spans
-from reconstruct import schedule
 from reconstruct.decoder import ALLREDUCE, BROADCAST, KIND_NAMES, LENGTHS, POINT_TO_POINT, RAW, Plan, Request
-from reconstruct.gloo_events import Group
-from reconstruct.gloo_lanes import split
-from reconstruct.gloo_memory import RawLink
-from reconstruct.gloo_watch import WatchedDecoder
-from reconstruct.observer import Finished, Observer
+from reconstruct.gloo import schedule
+from reconstruct.gloo.events import Group
+from reconstruct.gloo.lanes import split
+from reconstruct.gloo.watch import WatchedDecoder
+from reconstruct.memory import RawLink
+from reconstruct.observe.observer import Finished, Observer
 
 __all__ = ["KINDS", "GlooTraffic", "hashes"]
 

@@ -32,10 +32,10 @@ from mirror.flows import Flows
 from mirror.messages import Message
 from mirror.spans import Spans
 from mirror.streams import runs
-from reconstruct.nccl_bootstrap import Contradiction, Member, Setup, SetupWatcher, check
-from reconstruct.nccl_group import Edge, NcclGroup
-from reconstruct.nccl_schedule import ALLREDUCE, LL, LL128, NVLSTREE, P2P_SLOT, RING, SIMPLE, TREE
-from reconstruct.nccl_versions import CTS_FORMS, CtsForm, Version, block_versions, parse, traits
+from reconstruct.nccl.bootstrap import Contradiction, Member, Setup, SetupWatcher, check
+from reconstruct.nccl.group import Edge, NcclGroup
+from reconstruct.nccl.schedule import ALLREDUCE, LL, LL128, NVLSTREE, P2P_SLOT, RING, SIMPLE, TREE
+from reconstruct.nccl.versions import CTS_FORMS, CtsForm, Version, block_versions, parse, traits
 
 __all__ = ["NcclTraffic"]
 

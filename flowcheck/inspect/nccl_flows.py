@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mirror.messages import Message
-from reconstruct.nccl_schedule import P2P_SLOT, SIMPLE, SLOT_BYTES
-from reconstruct.nccl_versions import CTS_FORMS, CtsForm
+from reconstruct.nccl.schedule import P2P_SLOT, SIMPLE, SLOT_BYTES
+from reconstruct.nccl.versions import CTS_FORMS, CtsForm
 
 __all__ = ["ROOMS", "Connection", "Flow", "FlowKey", "Piece", "connections", "strange_rooms"]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowcheck.inspect.nccl_flows import Connection, Flow, Piece
-from reconstruct.nccl_blueprint import Part
-from reconstruct.nccl_group import Edge
-from reconstruct.nccl_schedule import SIMPLE, SLICE_STEPS, SLOT_BYTES, STEPS
-from reconstruct.nccl_script import (
+from reconstruct.nccl.blueprint import Part
+from reconstruct.nccl.group import Edge
+from reconstruct.nccl.schedule import SIMPLE, SLICE_STEPS, SLOT_BYTES, STEPS
+from reconstruct.nccl.script import (
     NO_IMMEDIATE,
     NOT_SEEN,
     SCRIPT_WORDS,
@@ -62,7 +62,7 @@ class Fit:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One queue pair. next: number of the packet that comes next; rows: as `nccl_script.agree` wants them."""
+    """One queue pair. next: number of the packet that comes next; rows: as `nccl.script.agree` wants them."""
 
     flow: Flow
     next: int

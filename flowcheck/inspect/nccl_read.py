@@ -18,12 +18,12 @@ from flowcheck.inspect.gloo import hashes
 from flowcheck.inspect.nccl_line import Fit, Line, Whole
 from mirror.memory import address_of
 from mirror.streams import runs
-from reconstruct.nccl_blueprint import Blueprint, Blueprints, Part
-from reconstruct.nccl_group import Edge, NcclGroup
-from reconstruct.nccl_guess import Guess, Seen, guess
-from reconstruct.nccl_payload import decode, flag, inner, read_flag
-from reconstruct.nccl_schedule import ALLGATHER, ALLREDUCE, BROADCAST, SIMPLE, SLICE_STEPS, TREE, base_step, wire_bytes
-from reconstruct.nccl_split import Collective
+from reconstruct.nccl.blueprint import Blueprint, Blueprints, Part
+from reconstruct.nccl.group import Edge, NcclGroup
+from reconstruct.nccl.guess import Guess, Seen, guess
+from reconstruct.nccl.payload import decode, flag, inner, read_flag
+from reconstruct.nccl.schedule import ALLGATHER, ALLREDUCE, BROADCAST, SIMPLE, SLICE_STEPS, TREE, base_step, wire_bytes
+from reconstruct.nccl.split import Collective
 
 _SMALL = 65536
 """Bytes up to which a size near that of a bucket says nothing: a job has many small things."""

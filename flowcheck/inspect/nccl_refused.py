@@ -1,4 +1,4 @@
-"""What of NCCL's traffic in a capture cannot be read, named, with what to change (reconstruct/nccl_refusals.py)."""
+"""What of NCCL's traffic in a capture cannot be read, named, with what to change (reconstruct/nccl/refusals.py)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from flowcheck.inspect.nccl_flows import Connection, Flow, strange_rooms
 from flowcheck.inspect.nccl_line import PROTOCOL, Line
 from mirror.block import Block
-from reconstruct.nccl_bootstrap import Setup
-from reconstruct.nccl_group import NcclGroup
-from reconstruct.nccl_refusals import REFUSALS, infiniband_frame, reduce_scatter
+from reconstruct.nccl.bootstrap import Setup
+from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.refusals import REFUSALS, infiniband_frame, reduce_scatter
 
 __all__ = ["infiniband", "of_flows", "of_reading", "of_setup", "said"]
 

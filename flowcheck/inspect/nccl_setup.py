@@ -11,10 +11,10 @@ from itertools import chain, combinations, islice, permutations, product
 
 from flowcheck.errors import UsageError
 from flowcheck.inspect.nccl_flows import Connection, Flow
-from reconstruct.nccl_bootstrap import Member, NetConnection
-from reconstruct.nccl_group import Edge, NcclGroup, edges
-from reconstruct.nccl_schedule import LL, LL128, RING, SIMPLE, TREE
-from reconstruct.nccl_versions import UnknownVersion, Version, traits
+from reconstruct.nccl.bootstrap import Member, NetConnection
+from reconstruct.nccl.group import Edge, NcclGroup, edges
+from reconstruct.nccl.schedule import LL, LL128, RING, SIMPLE, TREE
+from reconstruct.nccl.versions import UnknownVersion, Version, traits
 
 __all__ = ["Span", "assignments", "bind", "cut_alike", "member_group", "releases", "same_job", "span_text"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mirror.flows import Flows
 from mirror.roce_spans import BEGIN, END
 from mirror.spans import Spans
-from reconstruct.nccl_socket import LOST, SocketConnection, SocketWatcher
+from reconstruct.nccl.socket import LOST, SocketConnection, SocketWatcher
 
 __all__ = ["SocketTraffic"]
 

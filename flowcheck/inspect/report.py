@@ -34,8 +34,8 @@ from mirror.messages import Message
 from mirror.roce import QueuePairs, RoceReassembler
 from mirror.spans import Spans
 from reconstruct.buckets import layout, reduced_specs
-from reconstruct.nccl_group import NcclGroup
-from reconstruct.nccl_refusals import tls_record
+from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.refusals import tls_record
 
 __all__ = ["Inspection", "Limits", "PairSeen", "Reduced", "Report", "inspect", "open_files"]
 

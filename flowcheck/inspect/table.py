@@ -11,7 +11,7 @@ from flowcheck.inspect.report import PairSeen, Reduced, Report
 from flowcheck.inspect.streams import StreamSeen
 from flowcheck.observation import size_text
 from mirror.memory import address_of
-from reconstruct.framing import PREAMBLE_BYTES, valid
+from reconstruct.gloo.framing import PREAMBLE_BYTES, valid
 
 __all__ = ["WIDTH", "table"]
 

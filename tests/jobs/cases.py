@@ -6,6 +6,7 @@ its own parameters and optimizer state after each optimizer step, the truth that
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -186,6 +187,7 @@ def main() -> None:
         for name in sys.argv[2:]:
             run(name, out, shout)
     dist.barrier()
+    gc.collect()  # a model that outlives the group keeps torch's threads, which sometimes abort the interpreter's end
     dist.destroy_process_group()
 
 

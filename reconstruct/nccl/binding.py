@@ -1,0 +1,294 @@
+"""Which connection does a queue pair belong to? From packets to (sender, receiver, channel).
+
+A queue pair's addresses give the two nodes, the CTS entries that announce its messages the sender's rank where a node
+has several. What is left are the channels: connections of the same two ranks are made in the order of their channels,
+so rising queue pair numbers are rising channels (docs/nccl.md). That is believed only if as many queue pairs show
+messages as connections must have some, and every message seen fits; else one waits for more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reconstruct.nccl import state as n
+from reconstruct.nccl.blueprint import SURE_MTU, Blueprint, Part
+from reconstruct.nccl.group import Edge
+from reconstruct.nccl.lanes import Lane, Lanes
+from reconstruct.nccl.schedule import base_step
+from reconstruct.nccl.script import T_FINAL, T_FIRST, agree
+
+__all__ = ["Bound", "Connection", "Fit", "Match", "Reader", "Use", "first_of"]
+
+_LOOK_BACK = 256  # messages among which the last partial sum is looked for
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """One collective on one connection. number: messages before it since the group was added; base: its first step,
+    certain only if `exact`."""
+
+    tag: int
+    blueprint: Blueprint
+    part: Part
+    meta: int
+    number: int
+    base: int
+    exact: bool
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One connection of the group. lanes: by queue pair; phase: queue pair of its first message; number, step: of the
+    next message, the step certain only if `exact`."""
+
+    edge: Edge
+    uses: list[Use] = field(default_factory=list)
+    lanes: dict[int, Lane] = field(default_factory=dict)
+    done: dict[int, int] = field(default_factory=dict)
+    """By queue pair: uses that its lane has already."""
+    phase: int = 0
+    number: int = 0
+    step: int = 0
+    exact: bool = False
+
+    def add(self, tag: int, blueprint: Blueprint, part: Part, meta: int) -> None:
+        """The next collective."""
+        base = int(base_step(part.row, self.step))
+        self.uses.append(Use(tag, blueprint, part, meta, self.number, base, self.exact))
+        self.number += part.messages
+        self.step = base + blueprint.steps(part)
+
+    def learn(self, lanes: Lanes) -> None:
+        """Take over what flags have told of the newest collective's step."""
+        if self.exact or not self.uses:
+            return
+        use = self.uses[-1]
+        for lane in self.lanes.values():
+            for entry in lane.entries:
+                row = lanes.state.entries[entry.row]
+                if entry.tag == use.tag and row[n.E_EXACT]:
+                    self.exact = True
+                    self.step = int(row[n.E_STEP]) + entry.steps
+                    return
+
+    def rewind(self, tag: int) -> None:
+        """Forget the collectives from `tag` on."""
+        for at, use in enumerate(self.uses):
+            if use.tag >= tag:
+                self.number, self.step, self.exact = use.number, use.base, use.exact
+                del self.uses[at:]
+                self.done = {pair: min(count, at) for pair, count in self.done.items()}
+                return
+
+    def retire(self, below: int) -> None:
+        """Forget the collectives below `below` that every lane knows; the newest stays, for its step counter."""
+        least = min(self.done.values(), default=0)
+        gone = 0
+        while gone < least - 1 and self.uses[gone].tag < below:
+            gone += 1
+        del self.uses[:gone]
+        self.done = {pair: count - gone for pair, count in self.done.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How the messages of a lane agree with a connection. matched: messages that speak for it; whole: all of the last
+    collective's, or something behind them, were seen; began, later: when the first message of these collectives and
+    the first behind them began, ns, 0 if none did; waiting: something needed is not known yet."""
+
+    matched: int
+    whole: bool
+    began: int = 0
+    later: int = 0
+    given: int = 0
+    waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How lanes without a place agree with connections without lanes. places: [] while they are not certain; matched:
+    how much speaks for the collectives; against: something speaks against them; fine: every lane can be of some
+    connection; began, later, given, waiting: as in `Fit`, later for lanes that can be of none, too."""
+
+    places: list[Bound]
+    matched: int
+    against: bool
+    fine: bool
+    began: int
+    later: int
+    given: int
+    waiting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A lane's place."""
+
+    lane: Lane
+    connection: int
+    pair: int
+    phase: int
+
+
+def first_of(times: Iterable[int]) -> int:
+    """The earliest of times, of which 0 is none; 0 if all are none."""
+    return min((time for time in times if time > 0), default=0)
+
+
+def _given(lane: Lane, table: np.ndarray, start: int) -> int:
+    """When the last partial sum that a lane shows of a collective, which begins at packet `start`, began; 0: none."""
+    firsts = table[:, T_FIRST]
+    at = bisect_left(lane.queue, start + int(firsts[-1]), key=lambda kept: kept.first)
+    for kept in reversed(lane.queue[max(0, at - _LOOK_BACK) : at]):
+        if kept.first < start:
+            break
+        if not table[int(np.searchsorted(firsts[:-1], kept.first - start, "right")) - 1, T_FINAL]:
+            return kept.time
+    return 0
+
+
+class Reader:
+    """Compares the kept messages of lanes with collectives."""
+
+    def __init__(self, lanes: Lanes, pairs: int, split: bool, endian: int) -> None:
+        self.lanes, self.pairs, self.split, self.endian = lanes, pairs, split, endian
+        self.apart: bool | None = None
+        """Whether long messages have their immediate in a packet of its own; None while unknown."""
+        self.mtu = 0
+        """Path MTU of the group's queue pairs, 0 while unknown."""
+        self.longest = 0
+        """The longest message that was seen in one packet."""
+
+    def table(self, use_part: Part, blueprint: Blueprint, lane: Lane, pair: int, number: int, base: int,
+              apart: bool) -> tuple[np.ndarray | None, bool]:
+        """(messages of a collective on a lane, whether only the path MTU or its decoding is the reason for None)."""
+        mtu = lane.mtu or self.mtu
+        if not mtu:
+            if use_part.largest > max(SURE_MTU, self.longest):
+                return None, True
+            mtu = 4096
+        found = blueprint.table(use_part, mtu, apart, self.pairs, self.split, pair, number, base)
+        return found, found is None
+
+    def seen(self, lane: Lane) -> np.ndarray:
+        """int64[n, 3] as `script.agree` wants it."""
+        rows = [(kept.first, kept.length, kept.imm) for kept in lane.queue]
+        return np.array(rows, np.int64).reshape(len(rows), 3)
+
+    def fit(self, lane: Lane, connection: Connection, pair: int, phase: int, extra: Blueprint | None,
+            apart: bool) -> Fit | None:
+        """How a lane agrees with a connection's collectives that it has not got yet, and `extra` behind them; None if
+        it contradicts them."""
+        start = int(self.lanes.state.lanes[lane.index, n.L_NEXT])
+        seen = self.seen(lane)
+        uses = [
+            (use.part, use.blueprint, use.number, use.base) for use in connection.uses[connection.done.get(pair, 0) :]
+        ]
+        if extra is not None:
+            part = extra.part(connection.edge)
+            if part is not None:
+                base = int(base_step(part.row, connection.step))
+                uses.append((part, extra, connection.number, base))
+        matched = given = 0
+        whole = True
+        for part, blueprint, number, base in uses:
+            table, waiting = self.table(part, blueprint, lane, pair, number + phase, base, apart)
+            if table is None:
+                return Fit(matched, False, waiting=waiting)
+            count = len(table) - 1
+            if count == 0:
+                continue
+            mtu = lane.mtu or self.mtu or 4096
+            fine, strong, met, behind = agree(
+                table, start, mtu, seen, self.endian == n.BIG, self.endian != n.UNREAD
+            )
+            if not fine:
+                return None
+            matched += strong
+            whole = met == count or behind > 0
+            given = _given(lane, table, start) if blueprint is extra else 0
+            start += int(table[count, T_FIRST])
+        at = bisect_left(lane.queue, start, key=lambda kept: kept.first)
+        later = lane.queue[at].time if at < len(lane.queue) else 0
+        return Fit(matched, whole, lane.queue[0].time if at else 0, later, given)
+
+    def match(
+        self, lanes: list[Lane], connections: dict[int, Connection], extra: Blueprint | None, apart: bool
+    ) -> Match:
+        """Where lanes that have no place belong, all between the same nodes, and from the same rank where that is
+        known. connections: those without all their lanes, by number."""
+        slots = [
+            (number, pair)
+            for number, connection in connections.items()
+            for pair in range(self.pairs)
+            if pair not in connection.lanes and self._sends(connection, pair, extra)
+        ]
+        lanes = sorted(lanes, key=lambda lane: lane.pair)
+        fits: dict[tuple[int, int], tuple[Fit, int]] = {}
+        for at, lane in enumerate(lanes):
+            for place, (number, pair) in enumerate(slots):
+                found = self._phases(lane, connections[number], pair, extra, apart)
+                if found is not None:
+                    fits[at, place] = found
+        able = [at for at in range(len(lanes)) if any((at, place) in fits for place in range(len(slots)))]
+        if len(able) > len(slots):  # collectives follow one another: the others have carried something of a later one
+            able = sorted(sorted(able, key=lambda at: lanes[at].queue[0].time)[: len(slots)])
+        best = [max((fits[a, p][0] for a, p in fits if a == at), key=lambda fit: fit.matched) for at in able]
+        waiting = any(fit.waiting for fit, _ in fits.values())
+        ranks = {(connections[number].edge.sender, connections[number].edge.receiver) for number, _ in slots}
+        places: list[Bound] = []
+        if able and len(able) == len(slots) and len(ranks) == 1 and not waiting:
+            chosen = [(at, place) for place, at in enumerate(able)]
+            if all(key in fits and fits[key][1] >= 0 for key in chosen):
+                places = [Bound(lanes[at], *slots[place], fits[at, place][1]) for at, place in chosen]
+        return Match(
+            places,
+            sum(fit.matched for fit in best),
+            len(able) < len(slots) <= len(lanes),  # every lane that there should be shows something, but not this
+            all(any((at, place) in fits for place in range(len(slots))) for at in range(len(lanes))),
+            first_of(fit.began for fit in best),
+            first_of([
+                *(fit.later for fit in best),
+                *(lanes[at].queue[0].time for at in range(len(lanes)) if at not in able),
+            ]),
+            max((fit.given for fit in best), default=0),
+            waiting,
+        )  # fmt: skip
+
+    def strange(self, lane: Lane, connections: Iterable[Connection]) -> bool:
+        """Whether a lane contradicts all connections that it could be of, each of which has carried something."""
+        return all(
+            connection.uses
+            and all(
+                self._phases(lane, connection, pair, None, apart) is None
+                for pair in range(self.pairs)
+                if pair not in connection.lanes
+                for apart in ((False, True) if self.apart is None else (self.apart,))
+            )
+            for connection in connections
+        )
+
+    def _phases(self, lane: Lane, connection: Connection, pair: int, extra: Blueprint | None,
+                apart: bool) -> tuple[Fit, int] | None:
+        """(fit, phase); phase -1: several are possible."""
+        known = bool(connection.lanes) or self.split or self.pairs == 1 or self._from_start(lane)
+        phases = [connection.phase] if known else list(range(self.pairs))
+        found = [(fit, p) for p in phases if (fit := self.fit(lane, connection, pair, p, extra, apart)) is not None]
+        if not found:
+            return None
+        return found[0] if len(found) == 1 else (found[0][0], -1)
+
+    def _from_start(self, lane: Lane) -> bool:
+        return int(self.lanes.state.lanes[lane.index, n.L_NEXT]) & 0xFFFFFF == 0
+
+    def _sends(self, connection: Connection, pair: int, extra: Blueprint | None) -> bool:
+        """Whether a queue pair of a connection must have shown something by now."""
+        count = sum(use.part.messages for use in connection.uses)
+        part = extra.part(connection.edge) if extra is not None else None
+        count += part.messages if part is not None else 0
+        first = 0 if self.split else (pair - connection.phase) % self.pairs
+        return count > first

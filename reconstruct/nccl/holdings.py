@@ -1,0 +1,98 @@
+"""What an NCCL decoder holds: the landings of collectives, and messages kept until it is known what they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reconstruct.landing import SEGMENT_BYTES, Landing
+from reconstruct.memory import Budget
+from reconstruct.nccl.script import NOT_SEEN
+
+__all__ = ["Holdings", "Kept"]
+
+HEADLESS_BYTES = 1 << 20  # no message is longer
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A message behind the last known collective of its lane.
+
+    first: its first packet that was captured; length: -1 if its start was not; slot: its row in the reassembler while
+    more may come, else -1; imm: its immediate read big endian, -1 if it has none, NOT_SEEN while unknown.
+    """
+
+    first: int
+    packets: int
+    length: int
+    address: int
+    rkey: int
+    mtu: int
+    slot: int
+    time: int
+    imm: int = NOT_SEEN
+    store: Landing | None = None
+    announced: tuple[int, int] = (-1, -1)
+    """Sender's rank and room, from the CTS entry that announced it, once that was found."""
+    dropped: bool = False
+    """Its bytes were seen and not kept."""
+
+
+class Holdings:
+    """Every landing that the kernel may know is found here by its number, so it outlives the kernel's use of it."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget = Budget(budget_bytes)
+        self.landings: dict[tuple[str, int], Landing] = {}
+        self.names: dict[int, tuple[str, int]] = {}
+        self._all: dict[int, Landing] = {}
+        self._ident = 0
+
+    def landing(self, ident: int) -> Landing:
+        """Any landing by its number."""
+        return self._all[ident]
+
+    def make(self, group: str, tag: int, size: int, itemsize: int, world: int) -> Landing | None:
+        """The landing of a collective; None if the budget does not allow it."""
+        landing = self._new(size, itemsize, world)
+        if landing is not None:
+            self.landings[group, tag] = landing
+            self.names[landing.ident] = (group, tag)
+        return landing
+
+    def keep(self, message: Kept) -> Landing | None:
+        """Memory for the bytes of a message; None if the budget does not allow it."""
+        if message.store is None:
+            message.store = self._new(message.length if message.length > 0 else HEADLESS_BYTES, 1, 2)
+            message.dropped = message.store is None
+        return message.store
+
+    def discard(self, message: Kept) -> None:
+        """The bytes of a message are not needed any more; the kernel must not know them."""
+        if message.store is not None:
+            self._free(message.store)
+            message.store = None
+
+    def drop(self, group: str, below: int | None) -> None:
+        """Forget the landings of tags below `below` (None: all); the kernel must not know them."""
+        for key in [k for k in self.landings if k[0] == group and (below is None or k[1] < below)]:
+            landing = self.landings.pop(key)
+            del self.names[landing.ident]
+            self._free(landing)
+
+    def forget(self, group: str, tag: int) -> None:
+        """The landing of a collective that proved to be another one; the kernel must not know it any more."""
+        landing = self.landings.pop((group, tag), None)
+        if landing is not None:
+            del self.names[landing.ident]
+            self._free(landing)
+
+    def _new(self, size: int, itemsize: int, world: int) -> Landing | None:
+        self._ident += 1
+        landing = self.budget.landing(size, itemsize, world, SEGMENT_BYTES, self._ident)
+        if landing is not None:
+            self._all[landing.ident] = landing
+        return landing
+
+    def _free(self, landing: Landing) -> None:
+        del self._all[landing.ident]
+        self.budget.free(landing)

@@ -1,0 +1,160 @@
+"""The connections of one communicator, and the flows that were seen between its nodes."""
+
+from __future__ import annotations
+
+from reconstruct.nccl import state as n
+from reconstruct.nccl.binding import Bound, Connection
+from reconstruct.nccl.group import Edge, NcclGroup, edges
+from reconstruct.nccl.holdings import Kept
+from reconstruct.nccl.lanes import Lane, Lanes
+from reconstruct.nccl.schedule import P2P_SLOT
+
+__all__ = ["Roster"]
+
+Loose = tuple[list[tuple[list[Lane], list[int]]], list[Lane]]
+_ANNOUNCED = 16  # messages of a lane that are looked for among CTS entries
+
+
+class Roster:
+    """Which lane is of which connection, as far as that is known."""
+
+    def __init__(self, group: NcclGroup, lanes: Lanes) -> None:
+        self.group = group
+        self.lanes: list[Lane] = []
+        self.connections = [Connection(edge) for edge in edges(group)]
+        self.links: set[tuple[int, int]] = set()
+        """(sender, receiver) of every connection that was seen."""
+        self.showed: set[int] = set()
+        """Connections that were seen, by number."""
+        self._lanes = lanes
+        self._between: dict[tuple[int, int], list[int]] = {}
+        self._senders: dict[tuple[int, int], set[int]] = {}
+        for number, connection in enumerate(self.connections):
+            ends = group.nodes[connection.edge.sender], group.nodes[connection.edge.receiver]
+            self._between.setdefault(ends, []).append(number)
+            self._senders.setdefault(ends, set()).add(connection.edge.sender)
+        self._followed: set[tuple[int, int]] = set()
+        self._cts: dict[tuple[int, int], list[int]] = {}
+        self._loose: Loose | None = None
+
+    def open(self, lane: Lane) -> list[Connection]:
+        """A flow between two nodes; returns the connections that are watched from now on."""
+        self.lanes.append(lane)
+        fresh = []
+        for ends in (lane.ends, lane.ends[::-1]):
+            if ends not in self._followed:
+                self._followed.add(ends)
+                fresh += [self.connections[number] for number in self._between.get(ends, ())]
+        return fresh
+
+    def close(self, lane: Lane) -> Edge | None:
+        """A flow has ended; the connection that it was of."""
+        self.lanes.remove(lane)
+        if lane.place is None:
+            return None
+        connection = self.connections[lane.place[0]]
+        del connection.lanes[lane.place[1]]
+        return connection.edge
+
+    def announces(self, flow: int, ends: tuple[int, int]) -> None:
+        """A flow that brings CTS entries from node ends[0] to node ends[1]."""
+        self._cts.setdefault(ends, []).append(flow)
+
+    def silent(self, flow: int) -> None:
+        """A flow of CTS entries is over."""
+        for flows in self._cts.values():
+            if flow in flows:
+                flows.remove(flow)
+
+    def cts_flows(self) -> list[int]:
+        """All flows that bring CTS entries."""
+        return [flow for flows in self._cts.values() for flow in flows]
+
+    def edge(self, lane: Lane) -> Edge | None:
+        """The connection of a lane; where it is not known yet, the first one between its nodes."""
+        if lane.place is not None:
+            return self.connections[lane.place[0]].edge
+        numbers = self._between.get(lane.ends, [])
+        return self.connections[numbers[0]].edge if numbers else None
+
+    def watched(self) -> list[Connection]:
+        """All connections between nodes between which something was seen, either way."""
+        return [self.connections[number] for ends in self._followed for number in self._between.get(ends, ())]
+
+    def announced(self, lane: Lane, kept: Kept) -> tuple[int, int]:
+        """(sender's rank, room) that a CTS entry gave for a message of a lane; (-1, -1) if none was seen."""
+        flows = self._cts.get(lane.ends[::-1])
+        if kept.announced[0] < 0 and kept.length >= 0 and flows:
+            kept.announced = self._lanes.announced_by(flows, kept)
+        return kept.announced
+
+    def sender(self, lane: Lane) -> int:
+        """Rank that sends on a lane, if its announcements tell it; else -1."""
+        for kept in lane.queue[:_ANNOUNCED]:
+            if lane.sender < 0:
+                lane.sender = self.announced(lane, kept)[0]
+        return lane.sender
+
+    def touch(self) -> None:
+        """Lanes have changed: `loose` must look at them again."""
+        self._loose = None
+
+    def loose(self) -> Loose:
+        """(lanes without a place that show something with the connections that they can be of, by sender; lanes that
+        can be of none, all of their ranks' connections having theirs)."""
+        if self._loose is None:
+            self._loose = self._sort_loose()
+        return self._loose
+
+    def _sort_loose(self) -> Loose:
+        groups: dict[tuple[tuple[int, int], int], list[Lane]] = {}
+        strangers = []
+        for lane in self.lanes:
+            if lane.place is None and lane.queue and self.announced(lane, lane.queue[0])[1] == P2P_SLOT:
+                strangers.append(lane)  # send and receive
+            elif lane.place is None and lane.queue:
+                senders = self._senders.get(lane.ends, set())
+                sender = next(iter(senders)) if len(senders) == 1 else self.sender(lane)
+                groups.setdefault((lane.ends, sender), []).append(lane)
+        result = []
+        for (ends, sender), lanes in groups.items():
+            numbers = [
+                number
+                for number in self._between.get(ends, ())
+                if sender < 0 or self.connections[number].edge.sender == sender
+            ]
+            free = [number for number in numbers if len(self.connections[number].lanes) < self.group.qps]
+            if free:
+                result.append((lanes, free))
+            else:
+                strangers += lanes
+        return result, strangers
+
+    def unsettled(self) -> bool:
+        """Whether lanes without a place show something while connections that they can be of lack their lanes: then
+        it is not known how far each connection is."""
+        return any(
+            self.connections[number].uses and not self.connections[number].lanes
+            for _, numbers in self.loose()[0]
+            for number in numbers
+        )
+
+    def settle(self, place: Bound) -> Connection:
+        """A lane is queue pair `place.pair` of a connection."""
+        lane, connection = place.lane, self.connections[place.connection]
+        row = self._lanes.state.lanes[lane.index]
+        if not connection.lanes:
+            connection.phase = place.phase
+            if int(row[n.L_NEXT]) & 0xFFFFFF == 0:  # seen from its first packet on: steps count from 0
+                connection.exact = True
+                for use in connection.uses:
+                    use.exact = True
+        connection.lanes[place.pair] = lane
+        connection.done.setdefault(place.pair, 0)
+        lane.place = place.connection, place.pair
+        self.touch()
+        edge = connection.edge
+        row[n.L_SENDER] = edge.sender
+        self.links.add((edge.sender, edge.receiver))
+        self.showed.add(place.connection)
+        return connection

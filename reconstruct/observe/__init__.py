@@ -1,0 +1,1 @@
+"""Looking without a job: groups, links and collectives that a mirror shows."""
