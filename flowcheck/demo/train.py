@@ -65,8 +65,9 @@ def main() -> None:
     options.add_argument("--final", type=Path, help="where rank 0 saves the end result")
     options.add_argument("--progress", type=Path, help="folder in which every rank notes its last finished step")
     options.add_argument("--no-flowcheck", action="store_true", help="train without it, for comparison")
+    args = options.parse_args()
     dist.init_process_group("gloo")
-    train(options.parse_args())
+    train(args)
     gc.collect()  # a model that outlives the group keeps torch's threads, which sometimes abort the interpreter's end
     dist.destroy_process_group()
 
