@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flowcheck.description import GroupRecord, JobDescription
 from flowcheck.errors import UsageError
 from reconstruct.gloo.events import Group
+from reconstruct.nccl.bootstrap import Setup
 from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.setup import agreeing, filled, of_job, queue_pairs, release
 from reconstruct.nccl.versions import parse
 
-__all__ = ["connections", "gloo_group", "nccl_group", "same_trainers"]
+__all__ = ["completed", "connections", "gloo_group", "nccl_group", "same_trainers", "with_setup"]
 
 
 def connections(record: GroupRecord) -> dict[tuple[str, int, str, int], tuple[int, int]]:
@@ -65,7 +69,34 @@ def nccl_group(name: str, record: GroupRecord, hint: str | None = None) -> NcclG
         simple_threads=facts.simple_threads,
         qps=facts.qps,
         split=facts.split,
+        sockets=facts.sockets,
     )
+
+
+def completed(name: str, record: GroupRecord, setup: Setup, hint: str | None) -> GroupRecord:
+    """A communicator's record with what the set-up traffic adds to it: release, rings, trees, channels.
+
+    Raises as `nccl_group` does, Contradiction where they differ, Untold where neither tells.
+    """
+    facts = record.nccl
+    if facts is None:
+        return record
+    members = of_job(facts.addresses, record.world_size, setup)
+    if facts.version is None and hint is None:
+        facts = replace(facts, version=release(members))
+    group = nccl_group(name, replace(record, nccl=facts), hint)
+    group = filled(group, agreeing(group, members))
+    known = replace(
+        facts, channels=group.channels, rings=group.rings, algorithms=group.algorithms,
+        tree_pattern=group.tree_pattern, search_channels=group.search_channels, chains=group.chains,
+    )  # fmt: skip
+    return replace(record, nccl=known)
+
+
+def with_setup(group: NcclGroup, setup: Setup) -> NcclGroup:
+    """The communicator with the queue pairs that the set-up traffic names. Raises Contradiction where they differ."""
+    members = of_job(group.addresses, group.world_size, setup)
+    return replace(group, queue_pairs=queue_pairs(group, agreeing(group, members)))
 
 
 def _same_release(told: str, hint: str) -> bool:

@@ -171,6 +171,7 @@ class Jobs:
                     self.followed.pop(other.key, None)
                     self._retired(other)
                 try:
+                    job.description = self._capture.pipeline.completed(job.description)
                     job.tracker = self._capture.pipeline.add_job(job.key, job.description, job.predictor, attached)
                     self.followed[job.key] = job
                 except Exception as error:

@@ -2,7 +2,8 @@
 
 Every rank contributes what it can see alone (`contribution`): its node, the addresses of the node's RDMA interfaces,
 NCCL's version and settings, and what its NCCL log says. Rank 0 puts them together (`record`), and refuses by name what
-could not be read from the wire, with what to change.
+could not be read from the wire, with what to change. Rings and trees that no log tells are left out: the daemon may
+have seen the set-up traffic that tells them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +23,21 @@ import torch
 from flowcheck.nccl_log import Communicator, Log, parse, ring_of
 from flowcheck.nccl_record import MAX_ADDRESSES, NcclRecord
 from flowcheck.supported import Refused
+from reconstruct.nccl.refusals import NAMES, REFUSALS, from_choice, from_settings
 from reconstruct.nccl.versions import UnknownVersion, traits
 from reconstruct.nccl.versions import parse as parse_version
 
-__all__ = ["LOG_HOW", "contribution", "rdma_addresses", "record"]
+__all__ = ["contribution", "rdma_addresses", "record"]
 
 TREE, RING, NVLSTREE = 0, 1, 5  # NCCL's own numbers, as in reconstruct.nccl.schedule
 ALGORITHMS = {"tree": TREE, "ring": RING, "nvlstree": NVLSTREE}
-UNREADABLE = {
-    "collnetdirect": "its sums are made by the switches",
-    "collnetchain": "its sums are made by the switches",
-    "nvls": "its sums are made by the switches",
-    "pat": "it has no all-reduce",
-}
 PROTOCOLS = {"ll": 0, "ll128": 1, "simple": 2}
-BUFFERS = {"NCCL_BUFFSIZE": 8 * 524288, "NCCL_LL_BUFFSIZE": 8 * 65536, "NCCL_LL128_BUFFSIZE": 8 * 614400}
-THREADS = {"NCCL_NTHREADS": (512,), "NCCL_LL128_NTHREADS": (640,)}
-FORBIDDEN = {
-    "NCCL_TUNER_PLUGIN": "a tuner plugin changes channels and chunks call by call",
-    "NCCL_NVLS_CHUNKSIZE": "it changes the chunks of NVLSTree",
-    "NCCL_NVLSTREE_MAX_CHUNKSIZE": "it changes the chunks of NVLSTree",
-}
 SETTINGS = (
-    "NCCL_ALGO", "NCCL_PROTO", "NCCL_COLLNET_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_IB_QPS_PER_CONNECTION",
-    "NCCL_IB_SPLIT_DATA_ON_QPS", "NCCL_IB_DISABLE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS",
-    "NCCL_MAX_CTAS", "NCCL_IB_MERGE_NICS", "NCCL_NET_MERGE_LEVEL", *BUFFERS, *THREADS, *FORBIDDEN,
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_SPLIT_DATA_ON_QPS",
+    "NCCL_IB_DISABLE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS",
+    "NCCL_IB_MERGE_NICS", "NCCL_NET_MERGE_LEVEL", *NAMES,
 )  # fmt: skip
 """Variables that decide what is on the wire; all ranks must agree on them."""
-LOG_HOW = (
-    "start the trainers with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET,ENV NCCL_DEBUG_FILE=nccl.%h.%p.log "
-    "(a few kilobytes per rank, once)"
-)
 MOST_LOG_BYTES = 64 << 20
 SYSFS = Path("/sys/class/infiniband")
 
@@ -63,23 +48,16 @@ def contribution(rank: int, world_size: int) -> dict[str, Any]:
     Raises Refused for an InfiniBand link layer and a log that shows another network than NCCL's own over RDMA.
     """
     log = _own_log()
-    if "Socket" in log.networks:
-        raise Refused(
-            "NCCL runs over TCP sockets (NET/Socket), which is not followed: use RoCE adapters (NCCL_IB_DISABLE=0), or "
-            "the gloo backend"
-        )
-    for name in sorted(log.networks - {"IB"}):
-        raise Refused(
-            f"NCCL runs over NET/{name}, whose packets are not known here (EFA's can never be read): where adapters "
-            "speak RoCE, NCCL_NET=IB uses NCCL's own transport"
-        )
+    for seen, refusal in log.refused():
+        raise Refused(f"{seen}: {refusal}")
     settings = {name: value for name, value in log.settings.items() if name in SETTINGS}
     settings |= {name: os.environ[name].strip() for name in SETTINGS if name in os.environ}
     return {
         "node": _node(),
-        "addresses": rdma_addresses(),
+        "addresses": interface_addresses() if _over_sockets(settings, log.networks) else rdma_addresses(),
         "version": log.version or _torch_version(),
         "settings": settings,
+        "networks": sorted(log.networks),
         "communicators": [one.to_json() for one in log.of_group(rank, world_size)],
     }
 
@@ -123,7 +101,7 @@ def rdma_addresses(sysfs: Path = SYSFS) -> list[str]:
     ports = sorted(sysfs.glob("*/ports/*"))
     layers = {port: _text(port / "link_layer") for port in ports}
     if ports and all(layer == "InfiniBand" for layer in layers.values()):
-        raise Refused("the network is InfiniBand, whose packets a switch cannot mirror to Ethernet: only RoCE is read")
+        raise Refused(f"all RDMA ports of this node have {REFUSALS['infiniband']}")
     for port in ports:
         if layers[port] == "InfiniBand":
             continue
@@ -132,7 +110,7 @@ def rdma_addresses(sysfs: Path = SYSFS) -> list[str]:
                 address = ipaddress.IPv6Address(_text(gid))
                 if int(address) and str(address) not in found:
                     found.append(str(address.ipv4_mapped or address))
-    return list(dict.fromkeys(found))[:MAX_ADDRESSES] if found else _interface_addresses()[:MAX_ADDRESSES]
+    return list(dict.fromkeys(found))[:MAX_ADDRESSES] if found else interface_addresses()
 
 
 def _text(path: Path) -> str:
@@ -142,7 +120,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _interface_addresses() -> list[str]:
+def interface_addresses() -> list[str]:
     """IPv4 and IPv6 addresses of all interfaces that are up, loopback left out."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -156,7 +134,7 @@ def _interface_addresses() -> list[str]:
         address, _, _, _, _, name = line.split()
         if name != "lo":
             found.append(str(ipaddress.IPv6Address(int(address, 16))))
-    return found
+    return found[:MAX_ADDRESSES]
 
 
 def record(contributions: Sequence[Mapping[str, Any]]) -> NcclRecord:
@@ -166,24 +144,21 @@ def record(contributions: Sequence[Mapping[str, Any]]) -> NcclRecord:
     if max(nodes) == 0:
         raise Refused("all ranks are on one node: NCCL sends no gradients over the network")
     addresses = _addresses(contributions, nodes)
-    protocols = _chosen(settings, "NCCL_PROTO", PROTOCOLS, {})
+    protocols = _chosen(settings, "NCCL_PROTO", PROTOCOLS)
     members = _members(contributions)
-    channels = max(one.channels or len(one.neighbours) for one in members)
-    try:
-        rings = [ring_of(channel, members) for channel in range(channels)]
-    except ValueError as error:
-        raise Refused(f"NCCL's log contradicts itself: {error}") from None
-    if not channels or any(ring is None for ring in rings):
-        raise Refused(f"the ring orders are not known: {LOG_HOW}")
+    channels, rings = _rings(members)
     heads, nvls_channels = _heads(members, nodes)
-    algorithms = _algorithms(settings, bool(heads))
+    # Without a log nobody can say yet that there is no NVLSTree.
+    nvls = bool(heads) or (not members and settings.get("NCCL_NVLS_ENABLE", "") != "0")
+    algorithms = _chosen(settings, "NCCL_ALGO", {k: v for k, v in ALGORITHMS.items() if nvls or v != NVLSTREE})
     pattern, search, chains = _trees(members, nodes, algorithms)
+    sockets = _over_sockets(settings, [name for one in contributions for name in one["networks"]])
     return NcclRecord(
         version=version,
         addresses=addresses,
         nodes=nodes,
         channels=channels,
-        rings=tuple(ring for ring in rings if ring is not None),
+        rings=rings,
         algorithms=algorithms,
         protocols=protocols,
         tree_pattern=pattern,
@@ -191,7 +166,8 @@ def record(contributions: Sequence[Mapping[str, Any]]) -> NcclRecord:
         chains=chains,
         heads=heads if NVLSTREE in algorithms else (),
         nvls_channels=nvls_channels if NVLSTREE in algorithms else 0,
-        qps=_number(settings, "NCCL_IB_QPS_PER_CONNECTION", 1, range(1, 129)),
+        qps=1 if sockets else _number(settings, "NCCL_IB_QPS_PER_CONNECTION", 1, range(1, 129)),
+        sockets=sockets,
         split=_flag(settings, "NCCL_IB_SPLIT_DATA_ON_QPS"),
     )
 
@@ -213,18 +189,19 @@ def _agreed(contributions: Sequence[Mapping[str, Any]]) -> tuple[str | None, dic
             traits(version)
         except UnknownVersion as error:
             raise Refused(str(error)) from None
-    for name, usual in BUFFERS.items():
-        if name in settings and _number(settings, name, usual, None) != usual:
-            raise Refused(f"{name}={settings[name]} changes how messages are cut: unset it (the default is {usual})")
-    for name, allowed in THREADS.items():
-        if name in settings:
-            _number(settings, name, 0, allowed)
-    for name, why in FORBIDDEN.items():
-        if settings.get(name):
-            raise Refused(f"{name} is set: {why}, which cannot be read: unset it")
-    if settings.get("NCCL_COLLNET_ENABLE", "0") not in ("", "0"):
-        raise Refused("NCCL_COLLNET_ENABLE=1 has the switches make the sums, which cannot be read: set it to 0")
+    networks = frozenset(name for one in contributions for name in one["networks"])
+    if networks == {"IB", "Socket"}:
+        raise Refused(str(REFUSALS["networks"]))
+    for given, refusal in from_settings(settings, networks):
+        raise Refused(f"{given}: {refusal}")
     return version, settings
+
+
+def _over_sockets(settings: Mapping[str, str], networks: Collection[str]) -> bool:
+    """Whether NCCL's connections are TCP's (NET/Socket): by its log if there is one, else by the settings."""
+    if networks:
+        return set(networks) == {"Socket"}
+    return settings.get("NCCL_NET", "").lower() == "socket" or settings.get("NCCL_IB_DISABLE", "0") not in ("", "0")
 
 
 def _number(settings: Mapping[str, str], name: str, usual: int, allowed: Sequence[int] | None) -> int:
@@ -268,12 +245,17 @@ def _addresses(contributions: Sequence[Mapping[str, Any]], nodes: Sequence[int])
 
 
 def _members(contributions: Sequence[Mapping[str, Any]]) -> list[Communicator]:
-    """The group's communicator in every rank's log."""
-    found = []
+    """The group's communicator in every rank's log; [] where the ranks have no log that tells it."""
+    found: list[Communicator] = []
     for rank, one in enumerate(contributions):
         known = [Communicator.from_json(data) for data in one["communicators"]]
         if not known:
-            raise Refused(f"rank {rank}'s NCCL log does not tell its rings: {LOG_HOW}")
+            if found:
+                raise Refused(f"NCCL's log tells the rings of rank {rank - 1} and not those of rank {rank}: "
+                              f"{REFUSALS['rings']}")
+            continue
+        if len(found) < rank:
+            raise Refused(f"NCCL's log tells the rings of rank {rank} and not those of rank 0: {REFUSALS['rings']}")
         if any(_shape(other) != _shape(known[0]) for other in known):
             raise Refused(
                 f"rank {rank} has several communicators of this size with different rings: the log does not tell which "
@@ -281,6 +263,18 @@ def _members(contributions: Sequence[Mapping[str, Any]]) -> list[Communicator]:
             )
         found.append(known[0])
     return found
+
+
+def _rings(members: Sequence[Communicator]) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """(number of channels, the ring of each); (0, ()) where there is no log."""
+    channels = max((one.channels or len(one.neighbours) for one in members), default=0)
+    try:
+        rings = [ring_of(channel, list(members)) for channel in range(channels)]
+    except ValueError as error:
+        raise Refused(f"NCCL's log contradicts itself: {error}") from None
+    if members and (not channels or None in rings):
+        raise Refused(f"NCCL's log does not tell the order of all rings: {REFUSALS['rings']}")
+    return channels, tuple(ring for ring in rings if ring is not None)
 
 
 def _shape(one: Communicator) -> tuple[Any, ...]:
@@ -295,18 +289,11 @@ def _heads(members: Sequence[Communicator], nodes: Sequence[int]) -> tuple[tuple
     count = max(nodes) + 1
     lists = [told.heads.get(head, ()) for head in range(len(told.heads))]
     if not told.nvls_channels or any(len(ranks) < count for ranks in lists):
-        raise Refused(f"NCCL's log does not tell the NVLS heads of all nodes: set NCCL_NVLS_ENABLE=0, or {LOG_HOW}")
+        raise Refused(f"NCCL's log does not tell the NVLS heads of all nodes: {REFUSALS['nvls-channels']}")
     return tuple(tuple(ranks[node] for ranks in lists) for node in range(count)), told.nvls_channels
 
 
-def _algorithms(settings: Mapping[str, str], heads: bool) -> tuple[int, ...]:
-    usable = {name: number for name, number in ALGORITHMS.items() if heads or number != NVLSTREE}
-    return _chosen(settings, "NCCL_ALGO", usable, UNREADABLE)
-
-
-def _chosen(
-    settings: Mapping[str, str], name: str, readable: Mapping[str, int], unreadable: Mapping[str, str]
-) -> tuple[int, ...]:
+def _chosen(settings: Mapping[str, str], name: str, readable: Mapping[str, int]) -> tuple[int, ...]:
     """What a list such as `Ring,Tree`, `^LL128` or `allreduce:tree;broadcast:ring` leaves to an all-reduce.
 
     The last part that speaks of all-reduces counts, or of everything.
@@ -323,8 +310,9 @@ def _chosen(
         chosen = [number for one, number in readable.items() if one not in names]
     else:
         for one in names:
-            if one in unreadable:
-                raise Refused(f"{name}={settings[name]}: {one} cannot be read, {unreadable[one]}: use ring or tree")
+            refusal = from_choice(one)
+            if refusal is not None:
+                raise Refused(f"{name}={settings[name]}: {refusal}")
         chosen = [readable[one] for one in names if one in readable]
     if not chosen:
         raise Refused(f"{name}={settings[name]} leaves nothing that can be read: use {', '.join(readable)}")
@@ -335,7 +323,7 @@ def _trees(
     members: Sequence[Communicator], nodes: Sequence[int], algorithms: Sequence[int]
 ) -> tuple[int, int, tuple[tuple[tuple[int, ...], ...], ...]]:
     """(pattern, search channels, chains) where trees may be used."""
-    if TREE not in algorithms:
+    if TREE not in algorithms or not members:
         return 0, 0, ()
     from flowcheck.nccl_trees import tree_facts  # numba comes with it
 
@@ -344,5 +332,5 @@ def _trees(
     except ValueError as error:
         raise Refused(f"the trees of NCCL's log are not understood: {error}; use NCCL_ALGO=Ring") from None
     if facts is None:
-        raise Refused(f"the trees are not known: {LOG_HOW}, or use NCCL_ALGO=Ring")
+        raise Refused(f"NCCL's log does not tell the trees of all ranks: {REFUSALS['trees']}")
     return facts

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from reconstruct.nccl.refusals import Refusal, from_log, from_network
+
 __all__ = ["Communicator", "Log", "Node", "parse", "ring_of"]
 
 Node = tuple[tuple[int, ...], int, int]
@@ -75,12 +77,19 @@ class Communicator:
 @dataclass(slots=True)
 class Log:
     """One process's log. networks: what connections to other nodes run over, as in IB or Socket; settings: NCCL_*
-    variables and their values."""
+    variables and their values; lines: those that show that the job cannot be read."""
 
     version: str | None = None
     communicators: list[Communicator] = field(default_factory=list)
     networks: set[str] = field(default_factory=set)
     settings: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def refused(self) -> list[tuple[str, Refusal]]:
+        """(what shows it, why) for everything in the log that cannot be read."""
+        found = [(f"NET/{name} in NCCL's log", from_network(name)) for name in sorted(self.networks)]
+        found += [(f"NCCL's log says {line!r}", from_log(line)) for line in self.lines]
+        return [(seen, refusal) for seen, refusal in found if refusal is not None]
 
     def of_group(self, rank: int, world_size: int) -> list[Communicator]:
         """The communicators that may be those of a group of this size in which this process has this rank."""
@@ -117,6 +126,8 @@ def parse(lines: Iterable[str]) -> Log:
                 threads.pop(thread, None)
             continue
         via, setting = _VIA.search(text), _SET.search(text)
+        if from_log(text) is not None:
+            log.lines.append(text.strip())
         if via is not None:
             log.networks.add(via[1])
         elif setting is not None:

@@ -21,7 +21,8 @@ MAX_ADDRESSES = 64
 
 @dataclass(frozen=True, slots=True)
 class NcclRecord:
-    """`version` is None where the trainers could not tell; then the daemon must be told."""
+    """`version` is None, and `channels`, `rings` and trees empty, where the trainers could not tell: then the daemon
+    must be told, or have seen the set-up traffic."""
 
     version: str | None
     addresses: tuple[tuple[str, ...], ...]
@@ -38,6 +39,7 @@ class NcclRecord:
     simple_threads: int = 512
     qps: int = 1
     split: bool | None = None
+    sockets: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -56,6 +58,7 @@ class NcclRecord:
             "simple_threads": self.simple_threads,
             "qps": self.qps,
             "split": self.split,
+            "sockets": self.sockets,
         }
 
     @classmethod
@@ -88,6 +91,7 @@ class NcclRecord:
             simple_threads=reader.integer("simple_threads", 32, 1024),
             qps=reader.integer("qps", 1, 128),
             split=None if split is None else reader.boolean("split"),
+            sockets=reader.boolean("sockets"),
         )
         reader.done()
         return result

@@ -6,17 +6,19 @@ thread uses a `Pipeline`; every wait inside is measured on the time that the cal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from flowcheck import rehearsal
 from flowcheck.description import JobDescription
-from flowcheck.groups import gloo_group, nccl_group
+from flowcheck.groups import completed, gloo_group, nccl_group, with_setup
 from flowcheck.vantages import Vantages
 from mirror.block import Block
 from mirror.frames import Flows
 from mirror.roce import QueuePairs, RoceReassembler
+from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
 from reconstruct.decoder import IGNORE, Decoder, Event, Plan, Request
 from reconstruct.gloo import schedule
@@ -24,6 +26,11 @@ from reconstruct.gloo.decoder import GlooDecoder
 from reconstruct.landing import Landing
 from reconstruct.lr import Predictor
 from reconstruct.nccl.decoder import NcclDecoder
+from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.setup import Contradiction, agreeing, of_job
+from reconstruct.nccl.setup_watch import SetupWatcher
+from reconstruct.nccl.sockets import SocketMessages
+from reconstruct.nccl.versions import traits
 from reconstruct.steps import StepTracker, TrackerEvent, Waits
 
 _RDMA_WRITE = (
@@ -32,8 +39,11 @@ _RDMA_WRITE = (
     + b"\x0a\x00\xff\xff\x00\x00\x02\x00" + bytes(4) + bytes(12) + (8).to_bytes(4, "big") + bytes(8) + bytes(4)
 )  # fmt: skip
 """A frame with an RDMA WRITE ONLY of 8 bytes: IPv4, UDP, BTH, RETH, payload, ICRC."""
+_INLINE = 128
+"""`Traits.socket_inline` of current releases."""
 MAX_PENDING = 3
 """Steps handed out and not yet applied."""
+_SETTLED = 200_000_000  # ns without more set-up traffic, after which it is compared with the jobs followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +73,35 @@ class Pipeline:
         self.roce = RoceReassembler(self.pairs, held_bytes=limits.reorder)
         self.tcp.segments.datagrams = self.roce.datagrams  # one walk of the frames fills both
         self.nccl = NcclDecoder(self.pairs, self.roce, budget_bytes=limits.landings)
-        self.gloo.planner = self.nccl.planner = self._plan
+        self.sockets = SocketMessages(self.flows, traits(nccl_version).socket_inline if nccl_version else _INLINE)
+        self.nccl_tcp = NcclDecoder(self.sockets, self.sockets, budget_bytes=limits.landings)
+        self.gloo.planner = self.nccl.planner = self.nccl_tcp.planner = self._plan
+        self.setups = SetupWatcher(self.flows)
         self.trackers: dict[str, StepTracker] = {}
+        self._facts: dict[str, NcclGroup] = {}
         self._decoders: dict[str, Decoder] = {}
         self._limits = limits
         self._waits = waits
         self._nccl_version = nccl_version
 
     def check(self, description: JobDescription) -> None:
-        """Raises FlowcheckError or ValueError, as `add_job` does, for a group that cannot be followed here."""
+        """Raises FlowcheckError or ValueError, as `add_job` does, for a group that cannot be followed here, whatever
+        the set-up traffic shows. For any thread."""
         self._vantages.number(description.group.vantage)
-        if description.group.backend == "nccl":
+        facts = description.group.nccl
+        if facts is not None and (facts.version or self._nccl_version):
             nccl_group("", description.group, self._nccl_version)
+
+    def completed(self, description: JobDescription) -> JobDescription:
+        """The description with what NCCL's set-up traffic, as far as it was captured, adds to it.
+
+        Raises FlowcheckError or ValueError where they contradict each other, or neither tells what must be known.
+        """
+        record = description.group
+        if record.nccl is None:
+            return description
+        setup = self.setups.setup(record.nccl.qps)
+        return replace(description, group=completed(record.name, record, setup, self._nccl_version))
 
     def add_job(
         self, key: str, description: JobDescription, predictor: Predictor, attached: int | None = None
@@ -88,8 +115,14 @@ class Pipeline:
         decoder: Decoder
         if record.backend == "nccl":
             facts = nccl_group(key, record, self._nccl_version)
-            self.nccl.add_group(facts, record.sequence, attached, vantage)
-            decoder = self.nccl
+            facts = with_setup(facts, self.setups.setup(facts.qps))
+            nccl = self.nccl
+            if facts.sockets:
+                nccl = self.nccl_tcp
+                self.sockets.release(traits(facts.version).socket_inline)
+            nccl.add_group(facts, record.sequence, attached, vantage)
+            self._facts[key] = facts
+            decoder = nccl
         else:
             self.gloo.add_group(gloo_group(key, record, vantage))
             decoder = self.gloo
@@ -97,6 +130,7 @@ class Pipeline:
             tracker = StepTracker(description, key, decoder, predictor, self._waits, attached)
         except ValueError:
             decoder.remove_group(key)
+            self._facts.pop(key, None)
             raise
         self.trackers[key], self._decoders[key] = tracker, decoder
         return tracker
@@ -107,6 +141,7 @@ class Pipeline:
         if tracker is not None:
             tracker.detach()
             self._decoders.pop(key).remove_group(key)
+            self._facts.pop(key, None)
 
     @property
     def full(self) -> bool:
@@ -122,25 +157,33 @@ class Pipeline:
 
     def feed(self, block: Block, now: int) -> None:
         """Take one block of frames. The block may be released when this returns."""
-        self._take(self.gloo.feed(self.tcp.feed(block, now), now))
+        self._streams(self.tcp.feed(block, now), now)
         datagrams = self.roce.datagrams
         if datagrams.n or self.pairs.count:
             self._take(self.nccl.feed(self.roce.take(datagrams, block.base, now), now))
 
     def expire(self, now: int) -> None:
         """Let gaps that will not be filled any more become holes."""
-        self._take(self.gloo.feed(self.tcp.expire(now), now))
+        self._streams(self.tcp.expire(now), now)
         if self.pairs.count:
             self._take(self.nccl.feed(self.roce.expire(now), now))
 
     def flush(self, now: int) -> None:
         """The input has ended: every gap is a hole."""
-        self._take(self.gloo.feed(self.tcp.flush(now), now))
+        self._streams(self.tcp.flush(now), now)
         if self.pairs.count:
             events = self.nccl.feed(self.roce.flush(now), now)
             while events:  # what was told, such as the layout, may decide what lies behind it
                 self._take(events)
                 events = self.nccl.feed(self.roce.expire(now), now)
+
+    def _streams(self, spans: Spans, now: int) -> None:
+        """Bytes of TCP: gloo's messages, NCCL's set-up, or NCCL's messages."""
+        self.setups.feed(spans)
+        self._take(self.gloo.feed(spans, now))
+        messages = self.sockets.feed(spans)
+        if self.sockets.count:
+            self._take(self.nccl_tcp.feed(messages, now))
 
     def _take(self, events: list[Event]) -> None:
         for event in events:
@@ -150,16 +193,30 @@ class Pipeline:
 
     def poll(self, now: int, final: bool = False) -> list[tuple[str, TrackerEvent]]:
         """What became known since the last call, as (job key, event)."""
+        if self._facts and self.setups.changed and (final or now > self.setups.changed + _SETTLED):
+            self._compare()
         return [(key, event) for key, t in self.trackers.items() for event in t.poll(now, final)]
+
+    def _compare(self) -> None:
+        """Set-up traffic has come: nothing more is claimed of a job that is described otherwise."""
+        setup = self.setups.setup()
+        for key, facts in self._facts.items():
+            try:
+                agreeing(facts, of_job(facts.addresses, facts.world_size, setup))
+            except Contradiction as error:
+                self.trackers[key].contradicted(str(error))
 
     def counters(self) -> dict[str, int]:
         """Frames by what they were, bytes of holes, messages: everything that was counted since the start."""
-        gloo, nccl = self.gloo.counters, self.nccl.counters
+        gloo, rdma, tcp = self.gloo.counters, self.nccl.counters, self.nccl_tcp.counters
+        nccl = {name: count + tcp[name] for name, count in rdma.items()}
         return {
             **self.tcp.counters(),
             **gloo,
             **{f"roce_{name}": count for name, count in self.roce.counters().items()},
             **{f"nccl_{name}": count for name, count in nccl.items()},
+            "nccl_sockets": self.sockets.count,
+            "nccl_sockets_lost": self.sockets.lost,
             "memory_bytes": gloo["memory_bytes"] + nccl["memory_bytes"],
         }
 
@@ -180,11 +237,23 @@ class Pipeline:
         roce = pipeline.roce
         for spans in (roce.take(roce.datagrams, np.zeros(1, np.uint8), 0), roce.expire(0), roce.flush(0)):
             pipeline.nccl.feed(spans, 0)
+        pipeline.sockets.warm_up()
+        pipeline.nccl.planner = rehearsal.planner
+        for protocol in rehearsal.PROTOCOLS:
+            group, block = rehearsal.rehearsal(protocol)
+            pipeline.nccl.add_group(group, 0)
+            pipeline.feed(block, int(block.ts[-1]))
+            pipeline.nccl.place(protocol, 1, rehearsal.SIZE, rehearsal.ITEMSIZE)
+            pipeline.expire(int(block.ts[-1]) + 1)
+            if pipeline.nccl.landing(protocol, 3) is None:
+                raise RuntimeError(f"the rehearsal with {protocol} was not followed")
+            pipeline.nccl.remove_group(protocol)
         write = np.frombuffer(bytearray(_RDMA_WRITE), np.uint8)
         length = np.full(1, write.size)
         pipeline.feed(Block(write, zero, length, length, zero, zero - 1), 0)
         for kernel in (schedule.first_length, schedule.total, schedule.lengths):
             kernel(64, 4, 2, 0)
+        schedule.ring(64, 4, 2)
         schedule.message(64, 4, 2, 0, 0)
         landing = Landing(64, 4, 2)
         landing.put(0, np.zeros(4, np.uint8), 0, 0)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from mirror.internal import internal
+
 # Why an index kernel stopped, with the position of the record that it stopped at.
 FULL, END, SECTION, INTERFACE = 0, 1, 2, 3
 CUT_SHORT, BAD_LENGTH, BAD_TRAILER, BAD_TIME, NO_INTERFACE = 4, 5, 6, 7, 8
@@ -34,13 +36,13 @@ MAX_TIME = 1 << 62
 LINKTYPE, MULTIPLY, DIVIDE, SHIFT, OFFSET, SNAPLEN = 0, 1, 2, 3, 4, 5
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _u16(base: np.ndarray, at: int, big: bool) -> Any:
     first, second = np.int64(base[at]), np.int64(base[at + 1])
     return first << 8 | second if big else second << 8 | first
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _u32(base: np.ndarray, at: int, big: bool) -> Any:
     first, second = _u16(base, at, big), _u16(base, at + 2, big)
     return first << 16 | second if big else second << 16 | first
@@ -84,7 +86,7 @@ def index_pcap(
     return count, position, FULL
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _nanoseconds(high: int, low: int, interface: np.ndarray) -> int:
     """A pcapng time in ns since the epoch, -1 when it is out of range."""
     if high >= 1 << 31:

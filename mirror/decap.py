@@ -9,8 +9,7 @@ Sources: RFC 2784, 2890 (GRE), RFC 7637 (0x6558), RFC 7348 (VXLAN), draft-foschi
 
 from __future__ import annotations
 
-from numba import njit
-
+from mirror.internal import internal
 from mirror.memory import load_be16, load_be32, load_u8
 
 __all__ = ["KINDS", "gre", "ip_type", "ttag", "vxlan"]
@@ -26,7 +25,7 @@ NO_TUNNEL, NOT_HERE, NOT_READ = 0, -1, -2
 _MELLANOX_HEADER = 22
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def ip_type(address: int, end: int) -> int:
     """Ethertype of a bare IP packet, told by its version; -1 cut, 0 neither version."""
     if end - address < 1:
@@ -35,7 +34,7 @@ def ip_type(address: int, end: int) -> int:
     return IPV4 if version == 4 else IPV6 if version == 6 else 0
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _proves_ip(ethertype: int, address: int, end: int, wire_end: int) -> bool:
     """Whether an IP header of this ethertype, behind VLAN tags or not, really lies at `address`."""
     for _ in range(MAX_TAGS):
@@ -61,7 +60,7 @@ def _proves_ip(ethertype: int, address: int, end: int, wire_end: int) -> bool:
     return False
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def ttag(address: int, end: int, wire_end: int) -> tuple[int, int]:
     """Behind ethertype 0x8988, at `address`: (ethertype, address of what it tells); (0x8988, address) if unclear.
 
@@ -79,14 +78,14 @@ def ttag(address: int, end: int, wire_end: int) -> tuple[int, int]:
     return TTAG, address
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _ethernet(kind: int, address: int, end: int, identifier: int) -> tuple[int, int, int, int]:
     if end - address < 14:
         return NOT_HERE, 0, address, identifier
     return kind, load_be16(address + 12), address + 14, identifier
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def gre(address: int, end: int, wire_end: int) -> tuple[int, int, int, int]:
     """The GRE header at `address`: (kind, ethertype of the payload, its address, identifier).
 
@@ -143,7 +142,7 @@ def gre(address: int, end: int, wire_end: int) -> tuple[int, int, int, int]:
     return NOT_READ, protocol, position, key
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def vxlan(address: int, end: int) -> tuple[int, int, int, int]:
     """The UDP and VXLAN headers at `address`, as `gre`; the identifier is the network's (VNI)."""
     if end - address < 16:

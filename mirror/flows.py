@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import int32s_at, int64s_at, rows_at, uint8s_at
 
 __all__ = ["FLOW_TABLE", "FlowTable", "Flows", "add", "address_text", "address_words", "find", "flow_table", "mix"]
@@ -51,7 +52,7 @@ FLOW_TABLE = 15
 """Numbers that a FlowTable takes in a handle."""
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def flow_table(where: np.ndarray, at: int) -> FlowTable:
     """The table whose part of a handle (`mirror.memory.handle`) begins at `at`."""
     h = where[at:]
@@ -68,7 +69,7 @@ def mix(seed: int, a: int, b: int, c: int, d: int, e: int) -> int:
     return (h >> 20) & 0xFFFFFFFFFFF
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _reverse_ports(word: int) -> int:
     return (word & ~0xFFFFFFFF) | ((word & 0xFFFF) << 16) | ((word >> 16) & 0xFFFF)
 
@@ -87,7 +88,7 @@ def find(slots: np.ndarray, key: np.ndarray, h: int, a: int, b: int, c: int, d: 
         slot = (slot + 1) & mask
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _remove(table: FlowTable, flow: int) -> None:
     """Take `flow` out of the slots; later entries of its probe run move up, so no tombstones pile up."""
     slots, key = table.slots, table.key
@@ -112,7 +113,7 @@ def _remove(table: FlowTable, flow: int) -> None:
     table.peer[flow] = -1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _victim(table: FlowTable) -> int:
     """Id of a flow to give away, or -1."""
     capacity = table.peer.size

@@ -19,9 +19,9 @@ import os
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from mirror.flows import mix
+from mirror.internal import internal
 from mirror.memory import address_of, copy, equal, int64s_at, load_be16, load_u8, rows_at
 from mirror.roce_wire import icrc
 
@@ -56,7 +56,7 @@ FRAGMENT_TABLE = 7
 """Numbers that a FragmentTable takes in a handle."""
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def fragment_table(where: np.ndarray, at: int) -> FragmentTable:
     """The table whose part of a handle (`mirror.memory.handle`) begins at `at`."""
     h = where[at:]
@@ -84,13 +84,13 @@ class Fragments:
                 "outer_waiting": int(np.count_nonzero(rows[:, _USED]))}
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def renew(table: FragmentTable) -> None:
     """A new block: the datagrams that became whole in the last one are no longer needed."""
     table.meta[_FILLED] = 0
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _row_of(table: FragmentTable, a: int, b: int, c: int, d: int, where: int, identification: int, ts: int) -> int:
     """The datagram's row, an emptied one if it had none."""
     rows, meta = table.rows, table.meta
@@ -113,12 +113,12 @@ def _row_of(table: FragmentTable, a: int, b: int, c: int, d: int, where: int, id
     return row
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _begin(rows: np.ndarray, row: int, ts: int) -> None:
     rows[row, _USED], rows[row, _TOTAL], rows[row, _TIME], rows[row, _COUNT] = 1, -1, ts, 0
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _fit(entry: np.ndarray, start: int, end: int, last: bool, held: int, address: int) -> int:
     """1: new bytes, 0: bytes that are held already, -1: contradicts what is held."""
     fit = 1
@@ -132,7 +132,7 @@ def _fit(entry: np.ndarray, start: int, end: int, last: bool, held: int, address
     return fit
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _join(entry: np.ndarray, start: int, end: int) -> bool:
     """Enter a run that touches or overlaps none; False if there are too many."""
     left, right = -1, -1
@@ -158,7 +158,7 @@ def _join(entry: np.ndarray, start: int, end: int) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def take(table: FragmentTable, a: int, b: int, c: int, d: int, where: int, identification: int, start: int,
          length: int, more: bool, address: int, ts: int) -> tuple[int, int]:
     """One fragment, all `length` bytes of it at `address`: (address, length) of the datagram if it is whole now.
@@ -197,7 +197,7 @@ def take(table: FragmentTable, a: int, b: int, c: int, d: int, where: int, ident
     return target, total
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def checksum_fits(a: int, b: int, c: int, d: int, protocol: int, address: int, length: int) -> bool:
     """Whether the TCP or UDP checksum of the `length` bytes at `address` is right (RFC 9293, 3.1; RFC 8200, 8.1)."""
     if a == 0 and b >> 32 == 0xFFFF:
@@ -215,7 +215,7 @@ def checksum_fits(a: int, b: int, c: int, d: int, protocol: int, address: int, l
     return total == 0xFFFF
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def icrc_fits(ip: int, udp: int, end: int) -> bool:
     """Whether the RoCE packet with these headers, present up to `end`, ends in its invariant CRC."""
     stop = udp + load_be16(udp + 4)

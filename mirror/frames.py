@@ -34,6 +34,7 @@ from mirror.decap import IPV4, IPV6, KINDS, MAX_TAGS, NO_TUNNEL, NOT_HERE, TTAG,
 from mirror.flows import EPOCH, FLOW_TABLE, SEED, Flows, add, find, flow_table, mix
 from mirror.fragments import FRAGMENT_TABLE, Fragments, checksum_fits, fragment_table, icrc_fits, renew, take
 from mirror.headers import ETHERNET, LINKTYPES, ipv6_transport, link, plain_udp
+from mirror.internal import internal
 from mirror.memory import (
     address_of,
     handle,
@@ -161,7 +162,7 @@ class Segments:
         return [(_PLACES[code >> 16], code & 0xFFFF, count) for code, count in rows[:most]]
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def tally(strange: np.ndarray, code: int) -> None:
     """Count a code in int64[n, 2], (code, count); the rarest one gives way when the table is full."""
     rarest = 0

@@ -5,9 +5,8 @@ Sources: www.tcpdump.org/linktypes.html; RFC 8200, 2675.
 
 from __future__ import annotations
 
-from numba import njit
-
 from mirror.decap import IPV4, IPV6, ip_type
+from mirror.internal import internal
 from mirror.memory import load_be16, load_be32, load_u8
 
 __all__ = ["ETHERNET", "LINKTYPES", "ipv6_transport", "link", "plain_udp"]
@@ -16,7 +15,7 @@ ETHERNET, _NULL, _RAW, _SLL, _SLL2 = LINKTYPES = 1, 0, 101, 113, 276
 _MAX_EXTENSIONS = 8
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def link(address: int, end: int, linktype: int) -> tuple[int, int]:
     """(ethertype, address after the link header); ethertype -1: cut, 0: not Ethernet-like IP."""
     if linktype == ETHERNET:
@@ -39,7 +38,7 @@ def link(address: int, end: int, linktype: int) -> tuple[int, int]:
     return ip_type(address, end), address
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def ipv6_transport(address: int, end: int, limit: int) -> tuple[int, int, int]:
     """Walk the extension headers: (next header, its address, end of the packet on the wire).
 
@@ -88,7 +87,7 @@ def ipv6_transport(address: int, end: int, limit: int) -> tuple[int, int, int]:
     return -3, position, limit
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def plain_udp(address: int, end: int, port: int) -> tuple[int, int]:
     """Of an Ethernet frame that is IP and UDP to `port` and nothing else: (bytes of the IP header, end of the packet).
 

@@ -1,14 +1,16 @@
 """Where compiled kernels are kept: one folder per state of the sources.
 
 numba keeps machine code beside each module and looks at that module alone when it decides whether the code is still
-good. Kernels here call kernels of other modules, so after a change in one the callers would go on with the old one.
-A folder named after a hash of all kernel sources rules that out. It holds pickles, so it must be the user's own.
+good. Kernels here call kernels of other modules and take constants from them, so after a change in one the callers
+would go on with the old ones. A folder named after a hash of all these sources rules that out. It holds pickles, so it
+must be the user's own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 
 VARIABLE = "NUMBA_CACHE_DIR"
 KEPT = 4
+_IMPORT = re.compile(rb"^(?:    )?from ((?:mirror|reconstruct)[\w.]*) import (.*)", re.MULTILINE)
 
 
 def use_own_cache() -> None:
@@ -49,12 +52,23 @@ def _private(folder: Path) -> Path | None:
 
 
 def _sources() -> str:
-    root = Path(__file__).resolve().parent
+    """Hash of the modules with kernels, and of all that they import from here."""
+    root = Path(__file__).resolve().parent.parent
+    texts = {path: path.read_bytes() for part in ("mirror", "reconstruct") for path in (root / part).rglob("*.py")}
+    found: set[Path] = set()
+    ahead = [path for path, text in texts.items() if b"numba" in text or b"mirror.internal" in text]
+    while ahead:
+        path = ahead.pop()
+        if path in found or path not in texts:
+            continue
+        found.add(path)
+        for package, names in _IMPORT.findall(texts[path]):
+            folder = root / package.decode().replace(".", "/")
+            ahead.append(folder.with_suffix(".py"))
+            ahead += [folder / f"{name}.py" for name in re.findall(r"\w+", names.decode())]
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([*root.rglob("*.py"), *(root.parent / "reconstruct").rglob("*.py")]):
-        text = path.read_bytes()
-        if b"numba" in text:
-            digest.update(path.name.encode() + b"\0" + text + b"\0")
+    for path in sorted(found):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + texts[path] + b"\0")
     return digest.hexdigest()
 
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from mirror.internal import internal
 
 __all__ = [
     "address_of", "copy", "equal", "handle", "int32s_at", "int64s_at", "load_be16", "load_be32", "load_u8", "load_u16",
@@ -152,37 +154,37 @@ _memcmp = _make_memcmp()
 _pointer = _make_pointer()
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def copy(destination: int, source: int, count: int) -> None:
     """Copy `count` bytes between addresses; the ranges must not overlap."""
     _memcpy(destination, source, count)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def equal(first: int, second: int, count: int) -> bool:
     """True if `count` bytes at the two addresses are the same."""
     return _memcmp(first, second, count) == 0
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def int64s_at(address: int, count: int) -> np.ndarray:
     """int64[count] at an address, not owned."""
     return carray(_pointer(address), (count,), np.int64)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def rows_at(address: int, rows: int, columns: int) -> np.ndarray:
     """int64[rows, columns] at an address, not owned."""
     return carray(_pointer(address), (rows, columns), np.int64)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def int32s_at(address: int, count: int) -> np.ndarray:
     """int32[count] at an address, not owned."""
     return carray(_pointer(address), (count,), np.int32)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def uint8s_at(address: int, count: int) -> np.ndarray:
     """uint8[count] at an address, not owned."""
     return carray(_pointer(address), (count,), np.uint8)

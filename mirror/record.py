@@ -16,6 +16,7 @@ from numba import njit
 
 from flowcheck.errors import FlowcheckError
 from mirror.block import Block
+from mirror.internal import internal
 from mirror.memory import address_of, copy
 
 SNAPLEN = 262144
@@ -24,7 +25,7 @@ _BUFFER = 4 << 20
 _MACS = 12
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _store32(buffer: np.ndarray, at: int, value: int) -> None:
     for i in range(4):
         buffer[at + i] = np.uint8(value >> (8 * i) & 0xFF)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import copy, equal, load_u8, load_u32, store_u8, store_u32, store_u64
 from mirror.spans import CONFLICT, DATA, HOLE
 
@@ -64,13 +64,13 @@ class Machine(NamedTuple):
     ts: int
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def peer_of(m: Machine, flow: int) -> int:
     """The reverse flow, or -1."""
     return int(np.int32(load_u32(m.peer + 4 * flow)))
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def emit(m: Machine, flow: int, kind: int, offset: int, addr: int, length: int, ts: int) -> None:
     """Append a span. The arrays have room by construction (see TcpReassembler); never write beyond them."""
     n = m.meta[SPANS]
@@ -85,7 +85,7 @@ def emit(m: Machine, flow: int, kind: int, offset: int, addr: int, length: int, 
     m.meta[SPANS] = n + 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def deliver(m: Machine, flow: int, addr: int, length: int, ts: int) -> None:
     """DATA at NEXT."""
     row = m.state[flow]
@@ -96,7 +96,7 @@ def deliver(m: Machine, flow: int, addr: int, length: int, ts: int) -> None:
     row[NEXT] += length
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def give_up(m: Machine, flow: int, end: int, ts: int) -> None:
     """HOLE from NEXT to `end`."""
     row = m.state[flow]
@@ -109,7 +109,7 @@ def give_up(m: Machine, flow: int, end: int, ts: int) -> None:
     row[END] = max(row[END], end)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _compare(m: Machine, flow: int, cell: int, start: int, end: int, addr: int) -> None:
     """Bytes of `cell` in stream range start..end against those at `addr`."""
     cells = m.cells
@@ -131,7 +131,7 @@ def _compare(m: Machine, flow: int, cell: int, start: int, end: int, addr: int) 
         cells[cell, BAD_TO] = max(cells[cell, BAD_TO], last + 1)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _fill(m: Machine, flow: int, before: int, start: int, end: int, addr: int, ts: int) -> int:
     """Copy start..end to cells behind cell `before` (-1: at the head); returns the last cell of the range.
 
@@ -173,7 +173,7 @@ def _fill(m: Machine, flow: int, before: int, start: int, end: int, addr: int, t
     return before
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def hold(m: Machine, flow: int, start: int, end: int, addr: int, ts: int) -> None:
     """Keep stream range start..end (beyond NEXT) until the gap before it is settled; compare what is held."""
     row, cells = m.state[flow], m.cells
@@ -209,7 +209,7 @@ def hold(m: Machine, flow: int, start: int, end: int, addr: int, ts: int) -> Non
     row[CURSOR] = at if at >= 0 else row[HEAD]
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _spend_head(m: Machine, flow: int) -> None:
     """Take the first cell off the flow's list; its bytes stay readable until the next call."""
     row, cells, meta = m.state[flow], m.cells, m.meta
@@ -231,7 +231,7 @@ def _spend_head(m: Machine, flow: int) -> None:
     meta[USED] -= 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def drain(m: Machine, flow: int, ts: int) -> None:
     """Deliver the cells that are in order now, and date the gap that follows."""
     row, cells = m.state[flow], m.cells
@@ -246,14 +246,14 @@ def drain(m: Machine, flow: int, ts: int) -> None:
     row[GAP_TS] = cells[row[HEAD], TIME] if row[HEAD] >= 0 else ts
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def discard(m: Machine, flow: int) -> None:
     """Drop all cells of a flow undelivered."""
     while m.state[flow, HEAD] >= 0:
         _spend_head(m, flow)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def recover(m: Machine) -> None:
     """Begin a call: no spans yet, and the cells that the last call delivered are free."""
     meta = m.meta
@@ -264,7 +264,7 @@ def recover(m: Machine) -> None:
         meta[SPENT_HEAD] = meta[SPENT_TAIL] = -1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def wait(m: Machine, flow: int, ts: int) -> None:
     """Put a flow that has an open gap at the end of the waiting list."""
     row, meta = m.state[flow], m.meta
@@ -280,7 +280,7 @@ def wait(m: Machine, flow: int, ts: int) -> None:
     meta[WAIT_TAIL] = flow
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def unwait(m: Machine, flow: int) -> None:
     """Take a flow off the waiting list."""
     row, meta = m.state[flow], m.meta

@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from mirror.flows import EPOCH, SEED, FlowTable, add, find, flow_table, mix
+from mirror.internal import internal
 from mirror.memory import load_be16, load_be32, load_u8
 from mirror.reorder import CLOCK, REVIEWED, USED
 from mirror.roce_loss import abandon, flush_flow, force, reset, review
@@ -43,7 +44,7 @@ REVIEW_EVERY = 1_000_000                 # ns of frame time between two looks at
 _CNP = 0x81
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _foreign(m: Machine, opcode: int) -> None:
     m.counters[FOREIGN] += 1
     service = opcode >> 5
@@ -51,7 +52,7 @@ def _foreign(m: Machine, opcode: int) -> None:
                else FOREIGN_OTHER] += 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _add(m: Machine, table: FlowTable, h: int, a: int, b: int, c: int, d: int, e: int, port: int, ts: int) -> int:
     """A new flow with this key; -1 if the table is full."""
     flow, recycled = add(table, h, a, b, c, d, e)
@@ -65,7 +66,7 @@ def _add(m: Machine, table: FlowTable, h: int, a: int, b: int, c: int, d: int, e
     return flow
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _checked(m: Machine, flow: int, ip: int, udp: int, stop: int, end: int) -> bool:
     """Check the invariant CRC, whose bytes are the last four before `stop`; False: refuse the packet.
 

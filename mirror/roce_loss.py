@@ -13,8 +13,7 @@ its bytes are in order and counted from the first packet that is there, its addr
 
 from __future__ import annotations
 
-from numba import njit
-
+from mirror.internal import internal
 from mirror.memory import store_u8
 from mirror.reorder import (
     ACKED,
@@ -86,14 +85,14 @@ from mirror.roce_wire import CLASS, LAST, PART, READ
 FAR_BACK = 1 << 16                       # packets: no retry reaches further back
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def watch(m: Machine, flow: int, ts: int) -> None:
     """A gap was opened, or an acknowledgment moved: have the flow looked at."""
     if m.state[flow, WAITING] == 0:
         wait(m, flow, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def lose(m: Machine, flow: int, start: int, end: int, ts: int) -> None:
     """Packets start..end, whatever was thought of them, are missing. Two gaps must be free."""
     if start == end:
@@ -103,7 +102,7 @@ def lose(m: Machine, flow: int, start: int, end: int, ts: int) -> None:
     watch(m, flow, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def fits(m: Machine, slot: int, psn: int, opcode: int, length: int) -> bool:
     """Whether a middle or last packet with this much payload is possible at this place of the message."""
     row = m.messages[slot]
@@ -119,7 +118,7 @@ def fits(m: Machine, slot: int, psn: int, opcode: int, length: int) -> bool:
     return length == row[M_LENGTH] - index * row[M_MTU]
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def drain(m: Machine, flow: int) -> None:
     """Deliver the waiting packets whose place is known now; a headless message begins where a gap was given up."""
     row, cells = m.state[flow], m.cells
@@ -144,7 +143,7 @@ def drain(m: Machine, flow: int) -> None:
         cell = release_cell(m, flow, before, cell)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _awaited(m: Machine, flow: int, before: int, psn: int) -> bool:
     """Whether the packet before `psn` may still come, or waits itself (in cell `before`)."""
     if before >= 0 and m.cells[before, H_PSN] == psn - 1:
@@ -157,7 +156,7 @@ def _awaited(m: Machine, flow: int, before: int, psn: int) -> bool:
     return False
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def give_up(m: Machine, flow: int, node: int, ts: int) -> None:
     """Tell what lies in a gap as HOLE, message by message; end what is over by that."""
     row, messages, gaps = m.state[flow], m.messages, m.gaps
@@ -186,7 +185,7 @@ def give_up(m: Machine, flow: int, node: int, ts: int) -> None:
         start = stop
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def give_up_before(m: Machine, flow: int, end: int, ts: int) -> None:
     """Give up what is missing below `end`; acknowledged packets behind the highest one seen count as missing."""
     row, gaps = m.state[flow], m.gaps
@@ -208,7 +207,7 @@ def give_up_before(m: Machine, flow: int, end: int, ts: int) -> None:
         drain(m, flow)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def reopen(m: Machine, flow: int, psn: int, ts: int) -> None:
     """Packet `psn` came late into a gap that was given up, and waits for the start of its message: so may that."""
     gaps = m.gaps
@@ -225,7 +224,7 @@ def reopen(m: Machine, flow: int, psn: int, ts: int) -> None:
     watch(m, flow, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def review(m: Machine, clock: int, grace: int, short: int, long: int) -> None:
     """Look at all waiting flows: what can no longer be filled becomes a HOLE."""
     m.meta[REVIEWED] = clock
@@ -254,7 +253,7 @@ def review(m: Machine, clock: int, grace: int, short: int, long: int) -> None:
             unwait(m, flow)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def force(m: Machine, ts: int) -> None:
     """Cells or gaps run short: give up gaps of the flow that waits longest."""
     flow = m.meta[WAIT_HEAD]
@@ -269,7 +268,7 @@ def force(m: Machine, ts: int) -> None:
         flow = after
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def flush_flow(m: Machine, flow: int, ts: int) -> None:
     """Give up everything that is missing, and end every message."""
     row = m.state[flow]
@@ -286,7 +285,7 @@ def flush_flow(m: Machine, flow: int, ts: int) -> None:
         unwait(m, flow)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def abandon(m: Machine, flow: int, ts: int) -> None:
     """Another connection has the flow's place: end what was, and know nothing."""
     row = m.state[flow]
@@ -304,7 +303,7 @@ def abandon(m: Machine, flow: int, ts: int) -> None:
     reset(m, flow)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def reset(m: Machine, flow: int) -> None:
     """A flow of which nothing is known; it is in no list."""
     row = m.state[flow]

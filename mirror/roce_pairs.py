@@ -12,9 +12,8 @@ responses are placed by the match, and checked against the request's range and s
 
 from __future__ import annotations
 
-from numba import njit
-
 from mirror.flows import FlowTable
+from mirror.internal import internal
 from mirror.memory import load_u8
 from mirror.reorder import ACKED, NEXT
 from mirror.roce_loss import open_gap_before, watch
@@ -39,7 +38,7 @@ _NEEDED = 3
 _MOST_MISFITS = 8
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def match(m: Machine, table: FlowTable, flows: int, flow: int, wire_psn: int) -> None:
     """Look for the flow that runs the other way of `flow`, which carries an answer to packet `wire_psn`."""
     row = m.state[flow]
@@ -72,7 +71,7 @@ def match(m: Machine, table: FlowTable, flows: int, flow: int, wire_psn: int) ->
         m.counters[PAIRS] += 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def acknowledge(m: Machine, table: FlowTable, flows: int, flow: int, wire_psn: int, aeth: int, ts: int) -> None:
     """An ACK or NAK on `flow`. `aeth`: address of its syndrome byte."""
     syndrome = load_u8(aeth) >> 5

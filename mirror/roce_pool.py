@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
+from mirror.internal import internal
 from mirror.memory import store_u8
 from mirror.reorder import NEXT
 from mirror.roce_spans import BEGIN, DATA, END, HOLE
@@ -59,7 +58,7 @@ from mirror.roce_state import (
 from mirror.roce_wire import READ, WRITE
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def at_or_before(m: Machine, flow: int, psn: int) -> int:
     """The last message of the flow whose first packet is `psn` or one before it, or -1."""
     row, messages = m.state[flow], m.messages
@@ -75,7 +74,7 @@ def at_or_before(m: Machine, flow: int, psn: int) -> int:
     return slot
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def find(m: Machine, flow: int, psn: int) -> int:
     """The message that packet `psn` belongs to, or -1 if none is known.
 
@@ -91,7 +90,7 @@ def find(m: Machine, flow: int, psn: int) -> int:
     return slot if psn - m.messages[slot, M_FIRST] < packets else -1
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def begin(m: Machine, flow: int, first: int, packets: int, kind: int, va: int, rkey: int, length: int, flags: int,
           mtu: int, ts: int) -> int:
     """A new message; returns its row, or -1 if none is free. Unknown numbers are -1."""
@@ -127,7 +126,7 @@ def begin(m: Machine, flow: int, first: int, packets: int, kind: int, va: int, r
     return slot
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def unlink(m: Machine, slot: int) -> None:
     """Take a message off its flow's list; its row stays in the queue until `retire` takes it."""
     row = m.messages[slot]
@@ -149,7 +148,7 @@ def unlink(m: Machine, slot: int) -> None:
     row[M_FLAGS] |= DEAD
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def retire(m: Machine, need: int, clock: int, patience: int) -> None:
     """Free the rows of the oldest messages that are over, until `need` rows are free.
 
@@ -181,7 +180,7 @@ def retire(m: Machine, need: int, clock: int, patience: int) -> None:
         meta[QUEUE_TAIL] = slot
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def hole_in(m: Machine, slot: int, start: int, end: int, ts: int) -> None:
     """Packets start..end of a message of known size are missing."""
     row = m.messages[slot]
@@ -195,7 +194,7 @@ def hole_in(m: Machine, slot: int, start: int, end: int, ts: int) -> None:
         m.counters[HOLE_BYTES] += stop - offset
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _end(m: Machine, slot: int, ts: int) -> None:
     row = m.messages[slot]
     row[M_FLAGS] |= ENDED
@@ -203,7 +202,7 @@ def _end(m: Machine, slot: int, ts: int) -> None:
     m.counters[INCOMPLETE] += 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def finish(m: Machine, slot: int, ts: int) -> None:
     """Nothing more will come: what is missing behind the highest packet seen (of a READ: anywhere) is a HOLE."""
     row = m.messages[slot]
@@ -222,7 +221,7 @@ def finish(m: Machine, slot: int, ts: int) -> None:
     _end(m, slot, ts)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def settle(m: Machine, slot: int, ts: int) -> None:
     """After a packet came, or a gap was given up: the message may be over."""
     row = m.messages[slot]
@@ -246,7 +245,7 @@ def settle(m: Machine, slot: int, ts: int) -> None:
     _end(m, slot, ts)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def deliver(m: Machine, flow: int, slot: int, psn: int, addr: int, length: int, last: bool, imm: int, ts: int) -> None:
     """Packet `psn` of the message, never given before; `last`: it is the message's last one."""
     row = m.messages[slot]
@@ -267,7 +266,7 @@ def deliver(m: Machine, flow: int, slot: int, psn: int, addr: int, length: int, 
         settle(m, slot, ts)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def make_current(m: Machine, flow: int, slot: int) -> None:
     """The packets that follow are likely of this message: let the kernel's short cut know it."""
     state, row = m.state[flow], m.messages[slot]

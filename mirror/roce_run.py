@@ -9,8 +9,8 @@ number, payload length, presence.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import load_be16, load_be32, load_u8, load_u64, prefetch, store_u8, store_u32, store_u64
 from mirror.reorder import NEXT, SPANS
 from mirror.roce_spans import DATA
@@ -39,7 +39,7 @@ _AHEAD = 8
 _KEY = 48                                # bytes of a flow's key and of a row of Datagrams
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def run(m: Machine, state: int, messages: int, key: int, recent: np.ndarray, rows: int, i: int, n: int,
         clock: int, now: int) -> tuple[int, int]:
     """Take rows i..n of Datagrams as far as they are such packets; returns the first that is not, and the clock.

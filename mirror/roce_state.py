@@ -19,9 +19,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from mirror import reorder
+from mirror.internal import internal
 from mirror.memory import copy, int64s_at, rows_at, store_u32
 from mirror.reorder import (
     ACKED,
@@ -114,7 +114,7 @@ MACHINE = 26
 """Numbers that a Machine takes in a handle."""
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def machine(where: np.ndarray, at: int) -> Machine:
     """The machine whose part of a handle (`mirror.memory.handle`) begins at `at`.
 
@@ -127,7 +127,7 @@ def machine(where: np.ndarray, at: int) -> Machine:
                    h[19], h[20], h[21], h[22], h[23], h[24], h[25])
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def tell(m: Machine, flow: int, slot: int, kind: int, offset: int, addr: int, length: int, ts: int) -> None:
     """Append a span."""
     at = m.meta[SPANS]
@@ -135,14 +135,14 @@ def tell(m: Machine, flow: int, slot: int, kind: int, offset: int, addr: int, le
     store_u32(m.message + 4 * at, slot)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _free_gap(m: Machine, node: int) -> None:
     m.gaps[node, G_AFTER] = m.meta[GAP_FREE]
     m.meta[GAP_FREE] = node
     m.meta[GAPS_LEFT] += 1
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def add_gap(m: Machine, rows: np.ndarray, row: int, column: int, start: int, end: int, ts: int, flags: int) -> None:
     """Put start..end, which overlaps no gap, into the list whose head is rows[row, column]. A node must be free."""
     gaps, meta = m.gaps, m.meta
@@ -160,7 +160,7 @@ def add_gap(m: Machine, rows: np.ndarray, row: int, column: int, start: int, end
         gaps[before, G_AFTER] = node
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def gap_at(m: Machine, head: int, number: int) -> int:
     """The gap of the list that holds `number`, or -1."""
     gaps = m.gaps
@@ -170,7 +170,7 @@ def gap_at(m: Machine, head: int, number: int) -> int:
     return node if node >= 0 and gaps[node, G_START] <= number else -1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def clear_gaps(m: Machine, rows: np.ndarray, row: int, column: int, start: int, end: int) -> None:
     """start..end was seen. A gap may be split: a node must be free."""
     gaps = m.gaps
@@ -198,7 +198,7 @@ def clear_gaps(m: Machine, rows: np.ndarray, row: int, column: int, start: int, 
         node = after
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def drop_gaps(m: Machine, rows: np.ndarray, row: int, column: int) -> None:
     """Free the whole list."""
     node = rows[row, column]
@@ -209,7 +209,7 @@ def drop_gaps(m: Machine, rows: np.ndarray, row: int, column: int) -> None:
     rows[row, column] = -1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def forget_gaps(m: Machine, flow: int, before: int) -> None:
     """Free the oldest gaps that were given up and end at or before `before`."""
     row, gaps = m.state[flow], m.gaps
@@ -220,7 +220,7 @@ def forget_gaps(m: Machine, flow: int, before: int) -> None:
         node = row[GAPS]
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def open_gap_before(m: Machine, flow: int, end: int) -> int:
     """The first gap of the flow that begins before `end` and is not given up, or -1."""
     node = m.state[flow, GAPS]
@@ -231,7 +231,7 @@ def open_gap_before(m: Machine, flow: int, end: int) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def hold(m: Machine, flow: int, psn: int, opcode: int, imm: int, addr: int, length: int, ts: int) -> bool:
     """Copy a packet to a cell of the flow; False if none is free or the packet is held already."""
     row, cells, meta = m.state[flow], m.cells, m.meta
@@ -260,7 +260,7 @@ def hold(m: Machine, flow: int, psn: int, opcode: int, imm: int, addr: int, leng
     return True
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def release_cell(m: Machine, flow: int, before: int, cell: int) -> int:
     """Take `cell`, which follows `before` (-1: is the first), off the flow's list; returns the one after it.
 
@@ -284,7 +284,7 @@ def release_cell(m: Machine, flow: int, before: int, cell: int) -> int:
     return after
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def begin_call(m: Machine) -> None:
     """No spans yet, and the cells that the last call delivered are free. Done once a call, by whoever comes first."""
     meta = m.meta

@@ -21,8 +21,7 @@ Sources: IBTA specification volume 1, 9.7 (reliable service); docs/roce.md.
 
 from __future__ import annotations
 
-from numba import njit
-
+from mirror.internal import internal
 from mirror.memory import load_be32
 from mirror.reorder import NEXT, STRANGER
 from mirror.roce_loss import FAR_BACK, abandon, drain, fits, force, lose, reopen, watch
@@ -82,18 +81,18 @@ FAR_AHEAD = 1 << 20                      # packets: a longer outage is believed 
 _NEW, _FILL, _REPEAT = range(3)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def unwrap(reference: int, psn: int) -> int:
     """The 64-bit number near `reference` whose low 24 bits are `psn`."""
     return reference + (((psn - reference) & MASK) ^ 0x800000) - 0x800000
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _is_mtu(length: int) -> bool:
     return length in (256, 512, 1024, 2048, 4096)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _possible(last: bool, length: int, mtu: int) -> bool:
     """Whether a middle or last packet of an unknown message may carry this much; `mtu` 0: unknown."""
     if last:
@@ -101,7 +100,7 @@ def _possible(last: bool, length: int, mtu: int) -> bool:
     return _is_mtu(length) and mtu in (0, length)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _start(m: Machine, flow: int, psn: int, first: bool, ts: int) -> None:
     """The first packet of a flow. Earlier ones may follow by reordering or retry, so QUIET gaps lie before it."""
     row = m.state[flow]
@@ -114,7 +113,7 @@ def _start(m: Machine, flow: int, psn: int, first: bool, ts: int) -> None:
             watch(m, flow, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _restart(m: Machine, flow: int, psn: int, first: bool, ts: int) -> int:
     """The queue pair was made anew; returns the 64-bit number of its packet `psn`."""
     row = m.state[flow]
@@ -129,7 +128,7 @@ def _restart(m: Machine, flow: int, psn: int, first: bool, ts: int) -> int:
     return number
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def _seen(m: Machine, flow: int, psn: int, count: int, ts: int) -> None:
     """Packets psn..psn+count are here (or, of a READ, never come on this flow)."""
     row = m.state[flow]
@@ -142,7 +141,7 @@ def _seen(m: Machine, flow: int, psn: int, count: int, ts: int) -> None:
     row[NEXT] = max(row[NEXT], psn + count)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _cut(m: Machine, flow: int, psn: int, ts: int) -> None:
     """Packet `psn` passed, but its payload was cut off by the capture: it is missing."""
     row = m.state[flow]
@@ -153,7 +152,7 @@ def _cut(m: Machine, flow: int, psn: int, ts: int) -> None:
         watch(m, flow, ts)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def _repeat(m: Machine, flow: int, slot: int, psn: int, addr: int, length: int, whole: bool, ts: int) -> None:
     m.counters[DUPLICATES] += 1
     if m.state[flow, FORGOT] and m.messages[slot, M_FLAGS] & COMPLETE == 0:
@@ -164,7 +163,7 @@ def _repeat(m: Machine, flow: int, slot: int, psn: int, addr: int, length: int, 
         m.counters[DUPLICATE_BYTES] += length
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def _make_way(m: Machine, flow: int, first: int, packets: int, ts: int) -> bool:
     """Whether a message of known size may begin at `first`: headless ones in its range are made void."""
     messages = m.messages
@@ -182,7 +181,7 @@ def _make_way(m: Machine, flow: int, first: int, packets: int, ts: int) -> bool:
         lose(m, flow, start, start + count, ts)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def _first(m: Machine, flow: int, novelty: int, psn: int, opcode: int, headers: int, addr: int, length: int,
            whole: bool, ts: int) -> None:
     """A packet that begins a message (and may be all of it). `headers`: address behind the BTH."""
@@ -263,7 +262,7 @@ def _first(m: Machine, flow: int, novelty: int, psn: int, opcode: int, headers: 
         drain(m, flow)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def _later(m: Machine, flow: int, novelty: int, psn: int, opcode: int, addr: int, length: int, whole: bool,
            ts: int) -> None:
     """A middle or last packet."""
@@ -305,7 +304,7 @@ def _later(m: Machine, flow: int, novelty: int, psn: int, opcode: int, addr: int
             drain(m, flow)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def request(m: Machine, flow: int, opcode: int, wire_psn: int, headers: int, addr: int, length: int, whole: bool,
             ts: int, long: int) -> None:
     """A packet of a SEND, WRITE, READ request or atomic operation that is not simply the next of its message."""
@@ -340,7 +339,7 @@ def request(m: Machine, flow: int, opcode: int, wire_psn: int, headers: int, add
         _later(m, flow, novelty, psn, opcode, addr, length, whole, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def response(m: Machine, flow: int, opcode: int, wire_psn: int, addr: int, length: int, whole: bool, ts: int) -> None:
     """A READ response on `flow`; its message is the READ on the flow the other way, if that is known."""
     m.counters[RESPONSES] += 1
@@ -379,7 +378,7 @@ def response(m: Machine, flow: int, opcode: int, wire_psn: int, addr: int, lengt
     deliver(m, peer, slot, psn, addr, length, False, -1, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _size_read(m: Machine, flow: int, slot: int, mtu: int, ts: int) -> None:
     """The path MTU of a READ became known: so does how many packet numbers it takes."""
     row, message = m.state[flow], m.messages[slot]

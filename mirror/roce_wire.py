@@ -10,8 +10,8 @@ Sources: IBTA specification volume 1 (9.2 to 9.4, table of opcodes), annex A17 (
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import load_be16, load_u8, load_u32
 
 __all__ = [
@@ -50,12 +50,12 @@ _TABLES = _tables().astype(np.int64)
 _ONES = 0xFFFFFFFF
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _byte(crc: int, value: int) -> int:
     return (crc >> 8) ^ _TABLES[0, (crc ^ value) & 0xFF]
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _bytes(crc: int, address: int, count: int) -> int:
     """CRC of `count` bytes, eight at a time (M. Kounavis, F. Berry: slicing by eight)."""
     end = address + count
@@ -72,7 +72,7 @@ def _bytes(crc: int, address: int, count: int) -> int:
     return crc
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def icrc(ip: int, udp: int, end: int) -> int:
     """1 if the four bytes at `end` are the invariant CRC of the packet, 0 if not, -1 if it cannot be told.
 

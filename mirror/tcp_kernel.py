@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from mirror.frames import ACK, FIN, RECYCLED, RST, SYN
+from mirror.internal import internal
 from mirror.memory import store_u8
 from mirror.reorder import (
     ACKED,
@@ -71,7 +72,7 @@ WINDOW = 1 << 30
 REVIEW_EVERY = 1_000_000                 # ns of frame time between two looks at the waiting list
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _duplicate(m: Machine, flow: int, offset: int, present: int, length: int, addr: int, ts: int) -> None:
     """The part before NEXT of a segment was delivered before."""
     next_offset = m.state[flow, NEXT]
@@ -86,7 +87,7 @@ def _duplicate(m: Machine, flow: int, offset: int, present: int, length: int, ad
         m.counters[DUPLICATES] += end - start
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _place(m: Machine, flow: int, offset: int, present: int, length: int, addr: int, ts: int) -> None:
     """A segment of an open flow that is not simply the next one."""
     row = m.state[flow]
@@ -118,7 +119,7 @@ def _place(m: Machine, flow: int, offset: int, present: int, length: int, addr: 
     drain(m, flow, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _place_pending(m: Machine, flow: int, offset: int, present: int, length: int, addr: int, ts: int) -> None:
     row = m.state[flow]
     if length == 1 and (offset < lowest(m, flow) or offset + 1 == row[END]):
@@ -131,7 +132,7 @@ def _place_pending(m: Machine, flow: int, offset: int, present: int, length: int
     row[END] = max(row[END], offset + length)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _segment(m: Machine, flow: int, flags: int, seq: int, ack: int, addr: int, present: int, length: int,
              ts: int) -> None:
     """Everything that is not the next segment of an open flow in order."""

@@ -28,8 +28,7 @@ Sources: RFC 9293 (3.4 sequence numbers, 3.10.7 segment arrival), RFC 7323 (a wi
 
 from __future__ import annotations
 
-from numba import njit
-
+from mirror.internal import internal
 from mirror.memory import store_u8
 from mirror.reorder import (
     ACKED,
@@ -79,13 +78,13 @@ BIAS = 1 << 40                           # a multiple of 2^32
 NEAR_START = 1 << 20                     # data this far behind an ISN is believed to belong to it
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def unwrap(reference: int, base: int, number: int) -> int:
     """Stream offset near `reference` of a 32-bit sequence number."""
     return reference + (((number - base - reference) & MASK) ^ 0x80000000) - 0x80000000
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def open_stream(m: Machine, flow: int, base: int, from_middle: bool, ts: int) -> None:
     """Begin a stream at sequence number `base`; the flow is not waiting and holds no cells."""
     row = m.state[flow]
@@ -97,7 +96,7 @@ def open_stream(m: Machine, flow: int, base: int, from_middle: bool, ts: int) ->
     m.counters[MIDSTREAM if from_middle else OPENED] += 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def settle(m: Machine, flow: int, ts: int) -> None:
     """After NEXT, END, ACKED or FINAL of an open flow moved: close it, or let it wait or not."""
     row = m.state[flow]
@@ -117,7 +116,7 @@ def settle(m: Machine, flow: int, ts: int) -> None:
         unwait(m, flow)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _gap_end(m: Machine, flow: int) -> int:
     """Where the gap at NEXT ends; NEXT or less if there is none."""
     row = m.state[flow]
@@ -125,14 +124,14 @@ def _gap_end(m: Machine, flow: int) -> int:
     return min(end, row[FINAL]) if row[FINAL] >= 0 else end
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def lowest(m: Machine, flow: int) -> int:
     """Where a PENDING flow would start."""
     row = m.state[flow]
     return m.cells[row[HEAD], AT] if row[HEAD] >= 0 else row[END]
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def start_from_middle(m: Machine, flow: int, ts: int) -> None:
     """No SYN came for a PENDING flow. A FIN alone, without a byte, is no stream."""
     row = m.state[flow]
@@ -143,7 +142,7 @@ def start_from_middle(m: Machine, flow: int, ts: int) -> None:
         start_pending(m, flow, lowest(m, flow), True, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def start_pending(m: Machine, flow: int, start: int, from_middle: bool, ts: int) -> None:
     """Open a PENDING flow at biased offset `start` (not beyond any cell)."""
     row, cells = m.state[flow], m.cells
@@ -164,7 +163,7 @@ def start_pending(m: Machine, flow: int, start: int, from_middle: bool, ts: int)
     settle(m, flow, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def flush_stream(m: Machine, flow: int, ts: int) -> None:
     """Give up every gap of the flow, that at the tail included."""
     row = m.state[flow]
@@ -180,7 +179,7 @@ def flush_stream(m: Machine, flow: int, ts: int) -> None:
     settle(m, flow, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def abandon(m: Machine, flow: int, ts: int) -> None:
     """The stream is over without FIN or RST: another one has its place."""
     row = m.state[flow]
@@ -193,7 +192,7 @@ def abandon(m: Machine, flow: int, ts: int) -> None:
     row[HINT] = -1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def await_start(m: Machine, flow: int, seq: int, ts: int) -> None:
     """PENDING, with `seq` at offset BIAS."""
     row = m.state[flow]
@@ -204,7 +203,7 @@ def await_start(m: Machine, flow: int, seq: int, ts: int) -> None:
     wait(m, flow, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def start_known(m: Machine, flow: int, base: int, ts: int) -> None:
     """The stream of this flow starts at sequence number `base`: a SYN, or the SYN-ACK of the other side, says so."""
     row = m.state[flow]
@@ -223,7 +222,7 @@ def start_known(m: Machine, flow: int, base: int, ts: int) -> None:
     open_stream(m, flow, base, False, ts)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def known_start(m: Machine, flow: int, seq: int) -> int:
     """Sequence number of the flow's first byte as the other side's SYN-ACK told it, or -1."""
     peer = peer_of(m, flow)
@@ -234,7 +233,7 @@ def known_start(m: Machine, flow: int, seq: int) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def force(m: Machine, ts: int) -> None:
     """The arena is nearly full: give up gaps, of the flow that waits longest first."""
     limit = m.cells.shape[0] - m.cells.shape[0] // 8
@@ -252,7 +251,7 @@ def force(m: Machine, ts: int) -> None:
         flow = after
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def review(m: Machine, clock: int, grace: int, short: int, long: int) -> None:
     """Look at all waiting flows: what can no longer be filled becomes a HOLE."""
     m.meta[REVIEWED] = clock

@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from mirror.flows import mix
+from mirror.internal import internal
 from mirror.memory import int64s_at, rows_at
 
 __all__ = ["TUNNEL_TABLE", "TunnelTable", "add_tunnel", "declared", "find_tunnel", "is_vxlan", "tunnel_table"]
@@ -45,7 +46,7 @@ TUNNEL_TABLE = 10
 """Numbers that a TunnelTable takes in a handle."""
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def tunnel_table(where: np.ndarray, at: int) -> TunnelTable:
     """The table whose part of a handle (`mirror.memory.handle`) begins at `at`."""
     h = where[at:]
@@ -53,7 +54,7 @@ def tunnel_table(where: np.ndarray, at: int) -> TunnelTable:
                        int64s_at(h[8], h[9]))
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def is_vxlan(ports: np.ndarray, port: int) -> bool:
     """Whether `port` is one of `ports`."""
     found = False
@@ -80,13 +81,13 @@ def declared(table: TunnelTable, a: int, b: int, c: int, d: int, kind: int, iden
     return 0
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _set_of(seed: int, sets: int, a: int, b: int, c: int, d: int, identifier: int, where: int) -> int:
     """First of the rows in which a tunnel may be."""
     return int((mix(seed, a, b, c, d, where * 0x9E3779B1 + identifier) & (sets - 1)) * WAYS)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def find_tunnel(rows: np.ndarray, seed: int, a: int, b: int, c: int, d: int, kind: int, identifier: int,
                 carrier: int) -> int:
     """Row of a tunnel, or -1. Outer source and destination in a..d; `carrier`: group that the outer packet is in."""
@@ -99,7 +100,7 @@ def find_tunnel(rows: np.ndarray, seed: int, a: int, b: int, c: int, d: int, kin
     return -1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def add_tunnel(table: TunnelTable, a: int, b: int, c: int, d: int, kind: int, identifier: int, carrier: int,
                epoch: int) -> int:
     """Row for a tunnel that `find_tunnel` does not know, that of the longest idle one if need be; -1 if all that might

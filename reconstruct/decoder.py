@@ -173,6 +173,11 @@ class Decoder(Protocol):
         """Whether `place` with that size would place an all-reduce, or has. Several sizes may fit: NCCL fills up the
         last units of its messages."""
 
+    def may_fit(self, group: str, tag: int, size: int, itemsize: int) -> bool:
+        """Whether a collective that was planned RAW, or of which no payload was seen yet, may still prove to be an
+        all-reduce of that size: something of it was seen, which does not show that (`fits`), but nothing of which
+        speaks against it."""
+
     def place(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
         """Place an all-reduce that was planned RAW, now that its size is known; None if the size does not fit."""
 

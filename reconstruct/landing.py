@@ -22,6 +22,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from mirror.internal import internal
 from mirror.memory import address_of, copy, equal, load_u8, load_u32, load_u64, store_u32, store_u64
 
 __all__ = [
@@ -41,6 +42,7 @@ COMPLETED, CONFLICTED, DROPPED = 1, 2, 4
  LOST_PIECES) = range(16)
 META_WORDS = 16
 
+_SPARE = 24         # ranges beside those at segment borders that one packet may begin: lines of LL128
 _NONE = 0xFFFFFFFF                       # a list's end, -1, as `load_u32` reads it
 
 
@@ -75,10 +77,10 @@ def needs_node(meta: np.ndarray) -> bool:
 @njit(inline="always")
 def needs_nodes(meta: np.ndarray, count: int) -> bool:
     """The same for `put_across` with `count` bytes, where segments have SEGMENT_BYTES."""
-    return meta[FREE_COUNT] <= count // SEGMENT_BYTES + 1 and meta[FIXED] == 0
+    return meta[FREE_COUNT] <= count // SEGMENT_BYTES + _SPARE and meta[FIXED] == 0
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _compare(meta: np.ndarray, offset: int, source: int, count: int, sender: int) -> bool:
     """Compare covered bytes with another copy; a difference poisons the landing. True if they are the same."""
     held = meta[DATA] + offset
@@ -105,13 +107,13 @@ def poison(meta: np.ndarray, offset: int, count: int, sender: int) -> None:
     meta[POISONED] = 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def condemn(address: int) -> None:
     """Mark the landing whose meta words are at `address` as one of a wrong size."""
     meta_words(address)[POISONED] = 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _insert(meta: np.ndarray, number: int, base: int, low: int, source: int, count: int, sender: int, ts: int) -> int:
     """`deposit` at byte `low` of segment `number`, which begins at byte `base`."""
     heads = _ints(meta[HEADS], number + 1)
@@ -177,7 +179,7 @@ def _insert(meta: np.ndarray, number: int, base: int, low: int, source: int, cou
     return result
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def deposit(address: int, offset: int, source: int, count: int, sender: int, ts: int) -> int:
     """Put `count` bytes from address `source` at byte `offset`; they must lie inside one segment.
 
@@ -238,7 +240,7 @@ def extend(address: int, node: int, count: int, ts: int) -> int:
     return COMPLETED if covered == load_u64(address + 8 * SIZE) else 0
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def vacant(address: int, offset: int, count: int) -> bool:
     """Whether no byte of offset..offset+count is covered."""
     meta = meta_words(address)
@@ -376,7 +378,7 @@ class Landing:
 
     def reserve(self, count: int) -> None:
         """Make nodes, up to the bound, for a piece of `count` bytes."""
-        while self._meta[FREE_COUNT] <= count // self._meta[SEGMENT] + 1 and self._meta[FIXED] == 0:
+        while self._meta[FREE_COUNT] <= count // self._meta[SEGMENT] + _SPARE and self._meta[FIXED] == 0:
             self.grow()
 
     def merge(self, other: Landing, sender: int) -> int:

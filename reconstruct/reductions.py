@@ -95,17 +95,18 @@ class Reductions:
             if fitting:
                 able.append((tag, fitting))
         if any(len(fitting) > 1 for _, fitting in able):
-            return self._told(layout, able, end)
+            shown = self._decoder.max_tag(self._group) >= end - 1 and not self.undecided(layout, start, end, until)
+            return self._told(layout, able, shown, end == FOREVER)
         return [(tag, fitting[0][0]) for tag, fitting in able if self.held[tag].size is not None]
 
     def _told(
-        self, layout: Layout, able: list[tuple[int, tuple[tuple[int, int], ...]]], end: int
+        self, layout: Layout, able: list[tuple[int, tuple[tuple[int, int], ...]]], shown: bool, plain: bool
     ) -> list[tuple[int, int]]:
         """The same where sizes look alike: their order tells them, once nothing more of the window can come. Until
         then, and if it does not, every size is 0: none is a bucket's."""
         told = None
-        if end == FOREVER or self._decoder.max_tag(self._group) >= end - 1:
-            told = tell_apart(layout, [(tag, {size for size, _ in sizes}) for tag, sizes in able], end == FOREVER)
+        if shown or plain:
+            told = tell_apart(layout, [(tag, {size for size, _ in sizes}) for tag, sizes in able], plain)
         if told is None:
             return [(tag, 0) for tag, _ in able]
         for tag, sizes in able:
@@ -126,6 +127,16 @@ class Reductions:
     def unseen(self, start: int, end: int) -> set[int]:
         """Tags in [start, end) of which nothing at all was seen: nobody knows what they are."""
         return {tag for tag in range(start, min(end, start + _MAX_SEEN)) if tag not in self.seen}
+
+    def undecided(self, layout: Layout, start: int, end: int, until: int) -> set[int]:
+        """Tags in [start, end), first seen up to `until` (ns), of which too little was seen to tell whether they are
+        buckets of `layout`."""
+        sizes = {(bucket.nbytes, bucket.itemsize) for bucket in layout.buckets}
+        open_ = [tag for tag in self.within(start, end) if self.held[tag].size is None and self.held[tag].time <= until]
+        begun = self.unseen(start, min(end, self._decoder.max_tag(self._group) + 1))
+        return {
+            tag for tag in (*open_, *begun) if any(self._decoder.may_fit(self._group, tag, *one) for one in sizes)
+        }
 
     def forget(self, below: int) -> None:
         """Tags below `below` are done with."""

@@ -187,6 +187,10 @@ class StepTracker:
             self._lose(self.step + 1, problem)
         self._layouts.settled(self.step - self.description.step, self._start)
 
+    def contradicted(self, reason: str) -> None:
+        """The job is not what its description says: no step of it is to be believed, whenever it was claimed."""
+        self._lose(self.description.step + 1, reason)
+
     def linked(self, alive: bool) -> None:
         """The connection that markers come on stands, or is gone and markers may be lost."""
         self._linked = alive
@@ -265,15 +269,17 @@ class StepTracker:
         current, first = reading
         candidates = self._table.candidates(current, first, end, until)
         probes = self._probes(current, marker)
-        behind = self._decoder.max_tag(self.group) < end - 1  # the mirror has not shown all of the window yet
-        # Then nothing would contradict an earlier reduction taken for the step's.
+        undecided = self._table.undecided(current, first, end, until)
+        # The mirror has not shown all of the window yet: nothing would contradict an earlier reduction taken for the
+        # step's.
+        behind = bool(undecided) or self._decoder.max_tag(self.group) < end - 1
         blind = not probes and (behind or end < self._numbers.end(marker.sequence))
         if blind and waited <= waits.patience:
             return False
-        if self._waits_for(current, candidates, end, waited, waits):
+        if self._waits_for(current, candidates, behind, waited, waits):
             return False
         self._cover(current, candidates)
-        unseen = self._unseen(end)
+        unseen = self._unseen(end) | undecided
         if blind:
             return self._lose(
                 marker.step, "its last collectives were not seen and no element of the gradient was reported to check"
@@ -282,7 +288,7 @@ class StepTracker:
         if choice.problem is not None:
             if (unseen or behind) and waited <= waits.patience:
                 return False  # the mirror is late: what it has not shown yet may be the step's reduction
-            return self._lose(marker.step, self._why(marker, candidates, choice.problem))
+            return self._lose(marker.step, self._why(marker, candidates, behind, choice.problem))
         if not all(self._table.complete(tag) for tag in choice.tags):
             return self._lose_incomplete(marker.step, current, choice.tags)
         if not self._predictor.observe(marker.step, [dict(g) for g in groups]) and self._guesses.doubtful is not None:
@@ -321,10 +327,10 @@ class StepTracker:
         return None if reading is None else (reading[0], max(reading[1], self._start), FOREVER)
 
     def _waits_for(
-        self, current: Layout, candidates: Sequence[tuple[int, int]], end: int, waited: int, waits: Waits
+        self, current: Layout, candidates: Sequence[tuple[int, int]], behind: bool, waited: int, waits: Waits
     ) -> bool:
         """Whether something of a marker's window may still come and is worth waiting for."""
-        if self._decoder.max_tag(self.group) < end - 1 and waited <= waits.traffic:
+        if behind and waited <= waits.traffic:
             return True
         open_ = [tag for tag, _ in candidates if not self._table.settled(tag)]
         if open_ and waited <= waits.traffic:
@@ -332,8 +338,10 @@ class StepTracker:
         short = len(candidates) < len(current.buckets) or not all(self._table.complete(tag) for tag in open_)
         return short and waited <= waits.patience
 
-    def _why(self, marker: Marker, candidates: Sequence[tuple[int, int]], problem: str) -> str:
+    def _why(self, marker: Marker, candidates: Sequence[tuple[int, int]], behind: bool, problem: str) -> str:
         end = self._numbers.end(marker.sequence)
+        if behind:
+            problem = f"the mirror has not shown all of collectives {self._start}..{end - 1}; of those shown, {problem}"
         losses = [self._link_losses[t] for t in self._table.within(self._start, end) if t in self._link_losses]
         if candidates:
             return f"{problem} ({losses[0]})" if losses else problem
@@ -428,7 +436,8 @@ class StepTracker:
             return tags
         gaps, contexts = self._decoder.gaps(self.group), max(1, len(self.description.group.contexts))
         sound = {context for (context, sender), n in gaps.items() if n == self._gaps.get((context, sender), 0)}
-        return {tag for tag in tags if tag % contexts not in sound}
+        newest = self._decoder.max_tag(self.group)  # a link that lost nothing vouches for no more than it has shown
+        return {tag for tag in tags if tag > newest or tag % contexts not in sound}
 
     def _probes(self, current: Layout, marker: Marker) -> list[Probe]:
         probes = []

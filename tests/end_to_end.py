@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flowcheck.client import status
 from flowcheck.lab import Lab, LabConfig, Mirror
+from flowcheck.lab.nccl_wire_lanes import connections
 
 CASES = str(Path(__file__).with_name("jobs") / "cases.py")
+MANY = str(Path(__file__).with_name("jobs") / "many.py")
 STEPS = 6
 
 
@@ -22,15 +25,20 @@ def mirrors(*texts: str) -> tuple[Mirror, ...]:
 class Outcome:
     """What one lab run left: the trainers' own digests, the journal, and the last status of every run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, steps: int = STEPS) -> None:
         self.folder = folder
-        self.truth: dict[tuple[str, int], set[str]] = {}
+        self.to_do = steps
+        self.truth: dict[tuple[str, int], dict[str, str]] = {}
+        self.refused: dict[str, Any] = {}
         self.ranks: set[str] = set()
         for path in folder.glob("rank*.jsonl"):
             self.ranks.add(path.stem)
             for line in path.read_text().splitlines():
                 note = json.loads(line)
-                self.truth.setdefault((note["run"], note["step"]), set()).add(note["digest"])
+                if "refused" in note:
+                    self.refused[note["run"]] = note["refused"]
+                    continue
+                self.truth.setdefault((note["run"], note["step"]), {})[path.stem] = note["digest"]
         journal = folder / "journal.jsonl"
         self.journal: list[dict[str, Any]] = (
             [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
@@ -42,16 +50,33 @@ class Outcome:
 
     def check(self, runs: Iterable[str], *, confirmed: bool = True) -> None:
         """Every step of every run was followed, and equals every trainer to the bit."""
-        for run in runs:
-            assert self.steps(run) == list(range(1, STEPS + 1)), (run, self.statuses.get(run))
+        problems = [problem for run in runs for problem in self.problems(run, confirmed=confirmed)]
+        assert not problems, "\n".join(problems)
         self.check_claimed(confirmed=confirmed)
+
+    def problems(self, run: str, *, confirmed: bool = True) -> list[str]:
+        """Why this run was not followed at every step and bit for bit, empty if it was."""
+        found = []
+        if run in self.refused:
+            found.append(f"{run}: refused: {self.refused[run]}")
+        steps = range(1, self.to_do + 1)
+        trained = [step for step in steps if self.truth.get((run, step), {}).keys() == self.ranks]
+        if len(trained) != self.to_do:
+            found.append(f"{run}: all ranks trained steps {trained} alone")
+        if self.steps(run) != list(steps):
+            found.append(f"{run}: the journal has steps {self.steps(run)}: {self.statuses.get(run)}")
+        lines = [line for line in self.journal if line["run"] == run]
+        return found + [problem for line in lines for problem in self._wrong(line, confirmed)]
 
     def check_claimed(self, *, confirmed: bool = True) -> None:
         """What was claimed is right: each journalled digest is that of every trainer at that step."""
-        for line in self.journal:
-            truth = self.truth[line["run"], line["step"]]
-            assert truth == {line["digest"]}, (line, truth)
-            assert line["confirmed"] == confirmed, line
+        problems = [problem for line in self.journal for problem in self._wrong(line, confirmed)]
+        assert not problems, "\n".join(problems)
+
+    def _wrong(self, line: dict[str, Any], confirmed: bool) -> list[str]:
+        truth = set(self.truth.get((line["run"], line["step"]), {}).values())
+        found = [] if truth == {line["digest"]} else [f"{line}: the trainers have {truth}"]
+        return found if line["confirmed"] == confirmed else [*found, f"{line}: confirmed is not {confirmed}"]
 
 
 def train(tmp_path: Path, cases: tuple[str, ...], *, until_frozen: bool = False, **config: Any) -> Outcome:
@@ -76,3 +101,50 @@ def train(tmp_path: Path, cases: tuple[str, ...], *, until_frozen: bool = False,
     outcome.statuses = {job["run"]: job for job in answer["jobs"]}
     assert len(outcome.ranks) == lab_config.ranks
     return outcome
+
+
+Job = tuple[str, str, dict[str, Any]]
+"""Run name, case, and the lab that it would have been trained in, as fields of LabConfig."""
+
+
+def train_many(tmp_path: Path, jobs: list[Job], *, steps: int, **config: Any) -> list[str]:
+    """Train jobs one after another in one lab; what is wrong with any of them, empty if nothing is."""
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    lab_config = LabConfig(
+        command=(MANY, str(tmp_path), str(tmp_path / "jobs.json")),
+        journal=str(tmp_path / "journal.jsonl"),
+        env={"STEPS": str(steps)},
+        **config,
+    )
+    problems = []
+    answers: dict[str, dict[str, Any]] = {}
+    flows = 0
+    with Lab(lab_config) as lab:
+        assert lab.endpoint is not None
+        lab.train()
+        while lab.running:
+            with suppress(TimeoutError):
+                lab.wait(10)
+            answer = status(lab.endpoint, 20)
+            answers |= {job["run"]: job for job in answer["jobs"]}  # it forgets those that ended long ago
+            flows = max(flows, answer["capture"]["nccl_flows"])
+        if any(lab.statuses.values()):
+            problems.append(f"the trainers ended with {lab.statuses}")
+        if lab.finish():
+            problems.append("the daemon failed")
+    most = max(_connections(LabConfig(**fields), lab_config) for _, _, fields in jobs)
+    if not 0 < flows <= 2 * most:
+        problems.append(f"{flows} queue pairs were followed at once, a job has {2 * most} at most: it forgot none")
+    outcome = Outcome(tmp_path, steps)
+    outcome.statuses = answers
+    assert len(outcome.ranks) == lab_config.ranks
+    problems += [problem for run, _, _ in jobs for problem in outcome.problems(run)]
+    if problems and answer["drops"]:
+        problems.append(f"the daemon lost {answer['drops']} packets")
+    return problems
+
+
+def _connections(config: LabConfig, lab_config: LabConfig) -> int:
+    """How many connections of a job pass by the lab's mirrors."""
+    mirrored, ports = {port for port, _ in lab_config.mirrored_ports()}, config.job().ports
+    return sum(not mirrored.isdisjoint((ports[a], ports[b])) for _, a, b in connections(config.job()))

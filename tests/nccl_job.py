@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 from synthetic_job import SIZES, SyntheticJob
+from tcp_frames import ACK, SYN, tcp_frame
 
 from flowcheck.description import GroupRecord
 from flowcheck.lab import nccl_log as lab_log
 from flowcheck.lab.addresses import Port, training_address
-from flowcheck.lab.nccl_wire import DATA, Call, Communicator, Work
+from flowcheck.lab.nccl_wire import DATA, Call, Communicator, Event, Work
 from flowcheck.lab.nccl_wire_job import Job
+from flowcheck.lab.nccl_wire_sockets import Writer
 from flowcheck.nccl_facts import record
 from flowcheck.nccl_log import parse
 from mirror.block import Block
@@ -30,11 +32,46 @@ class Frame:
     data: bytes
 
 
-class NcclWire:
-    """The network of one communicator. mirrored: (port, "in" | "out"), None: all ports, both ways."""
+class TcpWriter:
+    """One NET/Socket connection as TCP frames."""
 
-    def __init__(self, job: Job, mirrored: Sequence[tuple[Port, str]] | None = None) -> None:
+    def __init__(self, release: tuple[int, ...], sockets: int, ends: tuple[str, str], port: int) -> None:
+        self._writer = Writer(release, sockets)
+        self._ends, self._port = ends, port
+        self._sent = [0] * (sockets + 1)
+
+    def open(self) -> list[bytes]:
+        frames = []
+        for index, greeting in self._writer.greetings():
+            frames += [self._frame(index, b"", SYN), *self._segments(index, greeting)]
+        return frames
+
+    def write(self, payload: bytes) -> list[bytes]:
+        return [frame for index, data in self._writer.message(payload) for frame in self._segments(index, data)]
+
+    def _frame(self, index: int, data: bytes, flags: int = ACK) -> bytes:
+        source, target = self._ends
+        seq = 0 if flags == SYN else 1 + self._sent[index]
+        self._sent[index] += len(data)
+        return tcp_frame(data, seq=seq, flags=flags, src=source, dst=target, sport=self._port + 1 + index,
+                         dport=self._port)
+
+    def _segments(self, index: int, data: bytes) -> list[bytes]:
+        return [self._frame(index, data[at : at + 1448]) for at in range(0, len(data), 1448)]
+
+
+class NcclWire:
+    """The network of one communicator. mirrored: (port, "in" | "out"), None: all ports, both ways.
+
+    sockets: data sockets of a connection over TCP, None: over RoCE.
+    """
+
+    def __init__(
+        self, job: Job, mirrored: Sequence[tuple[Port, str]] | None = None, sockets: int | None = None
+    ) -> None:
         self.job = job
+        self.sockets = sockets
+        self._writers: dict[tuple[int, int, int], TcpWriter] = {}
         self.mirrored = None if mirrored is None else set(mirrored)
         self.frames: list[Frame] = []
         self._now = 1_700_000_000_000_000_000
@@ -42,7 +79,10 @@ class NcclWire:
 
     def perform(self, call: Call) -> Work:
         """Put a collective on the wire."""
-        work = Work(self.job, call)
+        return self.put(Work(self.job, call))
+
+    def put(self, work: Work) -> Work:
+        """Put what is made already on the wire, such as a part of a group call."""
         clock = float(self._now)
         start = clock
         elapsed = 0.0
@@ -51,12 +91,35 @@ class NcclWire:
             source, target = ends if event.kind == DATA else ends[::-1]
             link = (self.job.ports[source], "in"), (self.job.ports[target], "out")
             shown = self.mirrored is None or any(end in self.mirrored for end in link)
-            for frame in self.communicator.made(work, event, True):
+            for frame in self._made(work, event):
                 elapsed += len(frame) / LINE_RATE
                 if shown:
                     self.frames.append(Frame(int(start) + int(elapsed), bytes(frame)))
         self._now = int(start) + int(elapsed) + 1000
         return work
+
+    def _made(self, work: Work, event: Event) -> Sequence[bytes]:
+        if self.sockets is None:
+            return self.communicator.made(work, event, True)
+        lane = event.lane
+        if event.connection is None or event.kind != DATA:
+            return ()
+        key = lane.channel, lane.sender, lane.receiver
+        frames = self._open(key) if key not in self._writers else []
+        step = event.base + event.index * work.layout.steps
+        return [*frames, *self._writers[key].write(work.payload(lane, lane.pieces[event.index], step).tobytes())]
+
+    def _open(self, key: tuple[int, int, int]) -> list[bytes]:
+        """A connection; one of a channel is made before it is needed, after those of the channels before."""
+        frames = []
+        for channel in range(key[0] + 1):
+            each = channel, key[1], key[2]
+            if each not in self._writers:
+                source, target = (training_address(self.job.ports[rank], self.job.ipv6) for rank in key[1:])
+                port = 20_000 + 80 * len(self._writers)
+                self._writers[each] = TcpWriter(self.job.release, self.sockets or 0, (source, target), port)
+                frames += self._writers[each].open()
+        return frames
 
     def block(self, frames: Sequence[Frame]) -> Block:
         size = np.array([len(frame.data) for frame in frames], np.int64)
@@ -71,13 +134,14 @@ class NcclJob(SyntheticJob):
 
     def __init__(
         self, world: int = 2, *, nccl: dict[str, Any] | None = None,
-        mirrored: Sequence[tuple[Port, str]] | None = None, told: dict[str, str] | None = None, **options: Any,
+        mirrored: Sequence[tuple[Port, str]] | None = None, told: dict[str, str] | None = None,
+        sockets: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.nccl = Job(world, **(nccl or {}))
         self._told = told or {}
         self._values = np.random.default_rng(options.get("seed", 0) + 77)
         super().__init__(world, **options)
-        self.wire = NcclWire(self.nccl, mirrored)  # type: ignore[assignment]
+        self.wire = NcclWire(self.nccl, mirrored, sockets)  # type: ignore[assignment]
 
     def _group(self) -> GroupRecord:
         return GroupRecord("0", self.world, [], self.sequence, backend="nccl", nccl=record(self._contributions()))
@@ -94,6 +158,7 @@ class NcclJob(SyntheticJob):
                 "addresses": [training_address(Port(host, rail), self.nccl.ipv6) for rail in range(self.nccl.rails)],
                 "version": log.version,
                 "settings": dict(self._told),
+                "networks": sorted(log.networks) if self.wire.sockets is None else ["Socket"],  # type: ignore[attr-defined]
                 "communicators": [one.to_json() for one in log.of_group(rank, self.world)],
             })  # fmt: skip
         return made

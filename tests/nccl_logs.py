@@ -78,6 +78,7 @@ class Cluster:
                 "addresses": ["172.17.0.1", f"10.0.0.{rank // self.gpus + 1}"],
                 "version": log.version,
                 "settings": dict(self.settings),
+                "networks": sorted(log.networks),
                 "communicators": [one.to_json() for one in log.of_group(rank, self.world)],
             })  # fmt: skip
         return made

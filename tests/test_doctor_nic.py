@@ -36,7 +36,9 @@ def test_good_settings_are_good() -> None:
     told = said(GOOD)
     assert wrong(GOOD) == {}
     assert told["link"].sentence == "eth7 is up at 100 Gbit/s."
-    assert "dcb pfc show dev eth7" in told["pause"].sentence
+    assert "sends no pause frames" in told["pause"].sentence
+    assert told["priority-pause"].remedy.startswith("check by hand: dcb pfc show dev eth7 (")
+    assert "priority-pause" not in said(replace(GOOD, pause=None))
 
 
 def test_pause_frames_that_it_sends_are_a_problem() -> None:

@@ -1,6 +1,6 @@
 """`flowcheck inspect` on made-up NCCL traffic of more than two ranks: what it claims is the cluster's own result.
 
-The generator and the set-up streams are written from NCCL's source and share nothing with what is under test.
+The generator is written from NCCL's source and shares nothing with what is under test.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from nccl_job import Frame, NcclJob
+from nccl_setup_frames import Wire, streams
 from replay import block_of
-from tcp_frames import SYN, tcp_frame
 
 from flowcheck import jobfile
 from flowcheck.description import TensorSpec
@@ -27,14 +26,11 @@ from flowcheck.inspect.report import Limits, Report, inspect
 from flowcheck.inspect.table import WIDTH, table
 from flowcheck.lab.addresses import training_address
 from flowcheck.lab.nccl_wire import Call
-from flowcheck.lab.nccl_wire_job import Job
+from flowcheck.lab.nccl_wire_setup import NET_IB
 from mirror.record import PcapRecorder
-from reconstruct.nccl.bootstrap import MAGIC
-from reconstruct.nccl.versions import ConnectionBlock, traits
 
 Told = dict[str, Any]
 FEW = Limits(flows=1 << 11, reorder=8 << 20)
-BEFORE = 1_699_999_999_000_000_000
 
 
 # The cluster
@@ -108,93 +104,12 @@ def check(found: list[Told], results: Sequence[np.ndarray | None], *, whole: boo
     return set(shown)
 
 
-# The set-up, over TCP
+class SetUp(Wire):
+    """The set-up of a communicator, as frames of a management network."""
 
-
-def _message(data: bytes) -> bytes:
-    return struct.pack("<i", len(data)) + data
-
-
-def _address(end: tuple[str, int]) -> bytes:
-    return (struct.pack("<H", 2) + struct.pack(">H", end[1]) + socket.inet_aton(end[0])).ljust(28, b"\0")
-
-
-def _graph(job: Job, rank: int) -> bytes:
-    """A rank's record: its place on every search channel's ring and tree."""
-    form = traits(job.version).graph
-    data = bytearray(b"\xff" * form.size)
-    node = job.node_of[rank]
-    for at, value in ((form.tree_pattern, job.tree_pattern), (form.tree_channels, job.search_channels),
-                      (form.ring_channels, job.search_channels)):  # fmt: skip
-        struct.pack_into("<i", data, at, value)
-    if form.head_count >= 0:
-        struct.pack_into("<i", data, form.head_count, 0)
-    for search in range(job.search_channels):
-        here = job.chain(node, search)
-        at = here.index(rank)
-        ring = (here[0], here[-1], here[at - 1] if at else -1, here[at + 1] if at + 1 < len(here) else -1)
-        for array, value in enumerate(ring):
-            struct.pack_into("<i", data, form.ring_receive + 4 * (array * form.channels + search), value)
-        second = here[1] if len(here) > 1 else here[0]
-        for place, value in ((form.tree_parent, here[0]), (form.tree_child0, second), (form.tree_child1, here[0])):
-            struct.pack_into("<i", data, place + 4 * search, value)
-    return bytes(data)
-
-
-def _block(form: ConnectionBlock, pairs: Sequence[int], gid: str) -> bytes:
-    data = bytearray(form.size)
-    for number, pair in enumerate(pairs):
-        struct.pack_into("<I", data, form.qpn + number * form.qpn_pitch, pair)
-    data[form.gid : form.gid + 16] = socket.inet_pton(socket.AF_INET6, f"::ffff:{gid}")
-    return bytes(data)
-
-
-class SetUp:
-    """The set-up streams of a communicator, as frames of a management network."""
-
-    def __init__(self, cluster: Cluster, magic: int = 0xABCDEF) -> None:
-        self.frames: list[tuple[int, bytes]] = []
-        self._port = 40000
-        job = cluster.nccl
-        version = traits(job.version)
-        assert version.block is not None
-        lead = 37 if version.version >= (2, 30, 0) else 20 if version.version >= (2, 24, 0) else 0
-        listens = {rank: (f"192.168.0.{rank + 1}", 6000 + rank) for rank in range(job.ranks)}
-        hello = struct.pack("<QI", magic, 1)
-        order = [(1 - k) % job.ranks for k in range(job.ranks)]
-        infos = [struct.pack("<iiiiQQ", r, 0, 0, 1, 77 + job.node_of[r], r).ljust(64, b"\0") for r in order]
-        parts = [*[_address(listens[r]) for r in order] * 2, *infos, *(_graph(job, r) for r in order)]
-        self.stream(listens[1][0], listens[2 % job.ranks], hello + b"".join(map(_message, parts)), b"")
-        made: dict[tuple[int, int, int], list[tuple[int, Any]]] = {}
-        for connection in sorted(cluster.wire.communicator._connections.values(), key=lambda c: c.channel):  # type: ignore[attr-defined]
-            ring = job.ring(connection.channel)
-            after = ring[(ring.index(connection.sender) + 1) % job.ranks]
-            kind = 1 if after == connection.receiver else 2
-            made.setdefault((kind, connection.sender, connection.receiver), []).append((connection.channel, connection))
-        port = 20000
-        for (kind, sender, receiver), ones in sorted(made.items()):
-            records = []
-            for _, one in ones:
-                port += 1
-                records.append((_address((listens[receiver][0], port)) + bytes(4) + struct.pack("<Q", MAGIC)).ljust(
-                    256 if version.version >= (2, 23, 0) else 128, b"\0"))  # fmt: skip
-                gids = [training_address(job.ports[rank], False) for rank in (sender, receiver)]
-                device = bytes([1]).ljust(lead, b"\0")[:lead]
-                there = device + _block(version.block, [flow.qp for flow in one.backward], gids[0])
-                back = device + _block(version.block, [flow.qp for flow in one.forward], gids[1])
-                start = struct.pack("<QI", MAGIC, 4)
-                self.stream(listens[sender][0], (listens[receiver][0], port), start + there + b"\1\0\0\0", back)
-            body = (struct.pack("<i", receiver), struct.pack("<i", 0x100 + kind), b"".join(records))
-            self.stream(listens[receiver][0], listens[sender], hello + b"".join(map(_message, body)), b"")
-
-    def stream(self, source: str, to: tuple[str, int], there: bytes, back: bytes) -> None:
-        self._port += 1
-        ends = {"src": source, "dst": to[0], "sport": self._port, "dport": to[1]}
-        turned = {"src": to[0], "dst": source, "sport": to[1], "dport": self._port}
-        made = [tcp_frame(flags=SYN, seq=99, **ends), tcp_frame(flags=SYN | 16, seq=499, ack=100, **turned)]
-        for data, way, seq in ((there, ends, 100), (back, turned, 500)):
-            made += [tcp_frame(data[at : at + 1400], seq=seq + at, **way) for at in range(0, len(data), 1400)]
-        self.frames += [(BEFORE + 1000 * (len(self.frames) + i), frame) for i, frame in enumerate(made)]
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self.all(streams(cluster.wire.communicator))  # type: ignore[attr-defined]
 
 
 # Tests
@@ -302,8 +217,8 @@ def test_a_release_against_the_traffic_shows_both(tmp_path: Path, version: str, 
 def test_what_several_releases_share_is_claimed_for_none(tmp_path: Path) -> None:
     """Blocks of 2.20 to 2.23, and the records of all ranks are not seen: three ways to cut."""
     cluster = Cluster(4, protocol="ll", algorithm="ring", version="2.22.3").reduce(5000)
-    streams = SetUp(cluster).frames[5:]
-    report, found = look(streams + of_wire(cluster.wire.frames), tmp_path / "a.pcap")
+    blocks = [one for one in streams(cluster.wire.communicator) if one.there[8] == NET_IB]  # type: ignore[attr-defined]
+    report, found = look(Wire().all(blocks).frames + of_wire(cluster.wire.frames), tmp_path / "a.pcap")
     assert not [line for line in found if line["type"] == "collective"]
     assert "NCCL of unknown release (the set-up says one of 2.20 to 2.23)" in table(report)
 

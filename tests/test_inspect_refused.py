@@ -10,12 +10,13 @@ import pytest
 from replay import block_of
 from tcp_frames import SYN, tcp_frame
 from test_inspect_nccl_lab import Cluster, SetUp, look, of_wire
-from test_nccl_socket import streams
+from test_nccl_sockets import streams
 
 from flowcheck.inspect.nccl_flows import Flow, Piece, connections
 from flowcheck.inspect.nccl_refused import infiniband, of_flows
 from flowcheck.inspect.table import table
 from flowcheck.lab.nccl_wire import Call
+from flowcheck.lab.nccl_wire_setup import Stream
 from reconstruct.nccl.bootstrap import MAGIC
 from reconstruct.nccl.refusals import REFUSALS
 from reconstruct.nccl.schedule import P2P_SLOT
@@ -84,7 +85,7 @@ def test_a_job_whose_data_are_not_in_the_capture(tmp_path: Path) -> None:
 def test_blocks_of_an_unknown_release(tmp_path: Path) -> None:
     setup = SetUp(Cluster(2, protocol="ll"))
     setup.frames.clear()
-    setup.stream("10.0.0.1", ("10.0.0.2", 9), struct.pack("<QI", MAGIC, 4) + bytes(5000), bytes(4996))
+    setup.stream(Stream(0, 1, ("192.168.0.2", 9), struct.pack("<QI", MAGIC, 4) + bytes(5000), bytes(4996)))
     report, _ = look(setup.frames, tmp_path / "a.pcap")
     assert "blocks of no known size" in table(report)
 
@@ -121,7 +122,7 @@ def test_nccl_over_tcp_is_counted_and_named(tmp_path: Path, inline: int) -> None
     report, found = look(socket_frames(payloads, 2, inline), tmp_path / "a.pcap")
     text = " ".join(table(report).split())
     assert "NCCL over TCP from 10.0.0.1 to 10.0.0.2:2000: 2 data sockets, 4 messages, 73140 bytes" in text
-    assert "not whole" not in text and "NCCL_NET=IB" in text
+    assert "of them not whole" not in text and "a daemon that a job attaches to follows them" in text
     assert not [line for line in found if line["type"] == "collective"]
 
 

@@ -345,7 +345,7 @@ def test_the_command_line_becomes_a_config(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_impossible_labs_are_refused() -> None:
     for fields, message in (
-        ({"transport": "ib"}, "tcp or roce"),
+        ({"transport": "ib"}, "tcp, roce or socket"),
         ({"transport": "roce", "mtu": 1500}, "1024 or 4096"),
         ({"transport": "roce", "algorithm": "pat"}, "ring, tree, nvlstree"),
         ({"transport": "roce", "protocol": "ll64"}, "ll, ll128, simple"),

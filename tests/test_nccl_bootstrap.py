@@ -16,17 +16,9 @@ from mirror.capfile import CaptureFileSource
 from mirror.flows import Flows
 from mirror.spans import HOLE
 from mirror.tcp import TcpReassembler
-from reconstruct.nccl.bootstrap import (
-    MAGIC,
-    Contradiction,
-    Member,
-    NetConnection,
-    Setup,
-    SetUpStream,
-    SetupWatcher,
-    check,
-    read_setup,
-)
+from reconstruct.nccl.bootstrap import MAGIC, Member, NetConnection, Setup, SetUpStream, read_setup
+from reconstruct.nccl.setup import Contradiction, check
+from reconstruct.nccl.setup_watch import SetupWatcher
 from reconstruct.nccl.versions import ConnectionBlock, traits
 
 ONE, TWO = ("10.0.0.1", 5001), ("10.0.0.2", 5002)
@@ -94,12 +86,33 @@ def test_the_job_described_as_it_is_passes(job: Setup) -> None:
     [
         ("version", {"version": "2.20.5"}, ("2.20.5", "2.18.0 to 2.19")),
         ("version", {"version": "2.18.6"}, ("2.18.6", "2.19.0 to 2.19")),
-        ("search_channels", {"search_channels": 2, "chains": (((0,), (0,)), ((1,), (1,)))}, ("2", "1")),
     ],
 )
 def test_a_contradiction_shows_both(job: Setup, field: str, change: dict[str, object], shown: tuple[str, str]) -> None:
     with pytest.raises(Contradiction, match=f"{field}: described as {shown[0]}.*shows {shown[1]}"):
         check(replace(group(2, 1, 1), **change), job.communicators[0])
+
+
+def test_trees_are_compared_by_their_links(job: Setup) -> None:
+    """A log does not tell how many search channels there were where all channels use the first tree, nor a pattern
+    that makes no difference."""
+    (seen, _) = job.communicators
+    two = {"search_channels": 2, "chains": (((0,), (0,)), ((1,), (1,)))}
+    check(replace(group(2, 1, 1), **two), seen)
+    seen = replace(seen, wired=())
+    with pytest.raises(Contradiction, match=r"search_channels: described as 2.*shows 1"):
+        check(replace(group(2, 1, 2), **two), seen)
+    described = group(3, 2, 2)
+    balanced = replace(
+        seen, world_size=6, nodes=described.nodes, rings=(), tree_pattern=1, search_channels=1,
+        chains=described.chains,
+    )  # fmt: skip
+    check(described, balanced)
+    with pytest.raises(Contradiction, match=r"tree_pattern: described as 3.*shows 1"):
+        check(replace(described, tree_pattern=3), balanced)
+    turned = tuple(tuple(chain[::-1] for chain in node) for node in described.chains)
+    with pytest.raises(Contradiction, match=r"chains\[0\]\[0\]: described as \(0, 1\).*shows \(1, 0\)"):
+        check(described, replace(balanced, chains=turned))
 
 
 def test_rings_and_sizes_that_differ_are_contradictions() -> None:
@@ -110,9 +123,13 @@ def test_rings_and_sizes_that_differ_are_contradictions() -> None:
         check(group(2, 1, 1), seen)
     with pytest.raises(Contradiction, match="nodes"):
         check(group(2, 2, 1), seen)
+    with pytest.raises(Contradiction, match=r"channels: described as 1.*shows 2"):
+        check(group(4, 1, 1, rings=((0, 2, 1, 3),)), replace(seen, wired=((0, 2, 2),)))
+    with pytest.raises(Contradiction, match=r"channels: described as 3.*shows 2"):
+        check(group(4, 1, 3, rings=((0, 2, 1, 3),) * 3), replace(seen, wired=((0, 2, 2),)))
     with pytest.raises(Contradiction, match=r"channels: described as 1.*at least 2"):
-        check(group(4, 1, 1, rings=((0, 2, 1, 3),)), replace(seen, channels=2))
-    check(group(4, 1, 2, rings=((0, 2, 1, 3),) * 2), seen)
+        check(group(4, 1, 1, rings=((0, 2, 1, 3),)), replace(seen, rings=(), nodes=(), wired=((0, 2, 2),)))
+    check(group(4, 1, 2, rings=((0, 2, 1, 3),) * 2), replace(seen, wired=((0, 2, 2),)))
 
 
 def test_a_hole_leaves_out_what_it_touches(shared: Path) -> None:
@@ -177,10 +194,14 @@ def test_blocks_of_every_release(version: str, lead: bytes) -> None:
         assert read_setup([half]).connections == ()
 
 
-def graph(version: str, rank: int, gpus: int, rings: list[list[int]]) -> bytes:
+def graph(version: str, rank: int, gpus: int, rings: list[list[int]], cross: int = 0) -> bytes:
     """A record of a node of `gpus` consecutive ranks, which every ring passes in the order of the list."""
     form = traits(version).graph
     data = bytearray(b"\xff" * form.size)
+    if form.ring_channels == 36:
+        struct.pack_into("<i", data, 60, cross)
+    if form.ring_receive == 228:
+        struct.pack_into("<i", data, 224, cross)
     node = rank // gpus
     for at, value in ((form.tree_pattern, 1), (form.tree_channels, len(rings)), (form.ring_channels, len(rings))):
         struct.pack_into("<i", data, at, value)
@@ -200,19 +221,20 @@ def graph(version: str, rank: int, gpus: int, rings: list[list[int]]) -> bytes:
     return bytes(data)
 
 
-def gathered(version: str, rings: list[list[int]], gpus: int = 2, sender: int = 1, seen: bool = True) -> SetUpStream:
+def gathered(version: str, rings: list[list[int]], gpus: int = 2, sender: int = 1, seen: bool = True,
+             cross: int = 0) -> SetUpStream:
     """What rank `sender` passes on around the ring of ranks: records of all other ranks, its own first, and one more
     round so that those of the next rank are there, too."""
     world = len(rings[0])
     order = [(sender - k) % world for k in range(world if seen else world - 1)]
     listens = [address((f"10.0.0.{r}", 6000 + r)) for r in order]
     infos = [struct.pack("<iiiiQQ", r, 0, 0, 1, 77 + r // gpus, r).ljust(64, b"\0") for r in order]
-    parts = [*listens, *listens, *infos, *(graph(version, r, gpus, rings) for r in order)]
+    parts = [*listens, *listens, *infos, *(graph(version, r, gpus, rings, cross) for r in order)]
     hello = struct.pack("<QI", 0xABCDEF, 1)
     return SetUpStream(ONE, TWO, bytearray(hello + b"".join(message(p) for p in parts)))
 
 
-@pytest.mark.parametrize("version", ["2.19.4", "2.22.3", "2.23.4", "2.25.1", "2.27.7", "2.28.9", "2.29.7", "2.30.7"])
+@pytest.mark.parametrize("version", ["2.21.5", "2.22.3", "2.23.4", "2.25.1", "2.27.7", "2.28.9", "2.29.7", "2.30.7"])
 def test_graph_records_give_rings_trees_and_heads(version: str) -> None:
     rings = [[0, 1, 2, 3, 4, 5], [1, 0, 3, 2, 5, 4]]
     (member,) = read_setup([gathered(version, rings)]).communicators
@@ -221,8 +243,20 @@ def test_graph_records_give_rings_trees_and_heads(version: str) -> None:
     assert member.rings == ((0, 1, 2, 3, 4, 5), (0, 3, 2, 5, 4, 1))
     assert (member.tree_pattern, member.search_channels) == (1, 2)
     assert member.chains == (((0, 1), (1, 0)), ((2, 3), (3, 2)), ((4, 5), (5, 4)))
-    assert member.heads == (() if version == "2.19.4" else ((0, 1), (2, 3), (4, 5)))
+    assert member.heads == ((0, 1), (2, 3), (4, 5)) and not member.headless
     assert member.addresses[3] == ("10.0.0.3", 6003)
+
+
+@pytest.mark.parametrize(("version", "cross"), [("2.19.4", 0), ("2.23.4", 2), ("2.28.9", 1)])
+def test_channels_that_nodes_may_exchange_give_no_ring(version: str, cross: int) -> None:
+    """Where adapters of several rails talk to each other every other node exchanges neighbouring channels."""
+    rings = [[0, 1, 2, 3, 4, 5], [1, 0, 3, 2, 5, 4]]
+    (member,) = read_setup([gathered(version, rings, cross=cross)]).communicators
+    assert member.rings == () and member.search_channels == 2 and member.nodes == (0, 0, 1, 1, 2, 2)
+    alike = [rings[0], rings[0]]
+    for one in (alike, rings[:1], [*rings, rings[0]]):  # alike both ways, or an odd number of channels
+        (member,) = read_setup([gathered(version, one, cross=cross)]).communicators
+        assert len(member.rings) == len(one)
 
 
 def test_records_that_are_no_ring_give_none() -> None:
@@ -298,7 +332,7 @@ def test_channels_are_those_on_which_two_ranks_are_neighbours() -> None:
     """Rings 0-1-2-3-4-5 and 0-3-2-5-4-1, each copied once: 2 -> 3 only on channels 0 and 2, 0 -> 3 on 1 and 3."""
     rings = [[0, 1, 2, 3, 4, 5], [1, 0, 3, 2, 5, 4]]
     streams = [
-        gathered("2.19.4", rings), connects(3, ("10.0.0.0", 6000), [71, 72]), connects(3, ("10.0.0.1", 6001), [73]),
+        gathered("2.23.4", rings), connects(3, ("10.0.0.0", 6000), [71, 72]), connects(3, ("10.0.0.1", 6001), [73]),
         *(accepted(port) for port in (71, 72, 73)),
     ]  # fmt: skip
     (member,) = read_setup(streams).communicators

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nccl_frames import Flow, Message, messages, packets, tcp_streams
+from nccl_plans import Sent, in_order, shown, unknown
 
 from mirror.memory import address_of
 from reconstruct.nccl import payload, schedule
 from reconstruct.nccl.plan import plan
-from reconstruct.nccl.schedule import ALLGATHER, ALLREDUCE, BROADCAST, LL, RING, SIMPLE, Timeline
+from reconstruct.nccl.schedule import ALLGATHER, ALLREDUCE, BROADCAST, LL, RING, SIMPLE
 from reconstruct.nccl.split import Collective, Communicator
 from reconstruct.nccl.versions import traits
 
@@ -33,54 +34,47 @@ def _start(floats: int) -> list[Collective]:
     ]
 
 
-def _timeline(calls: list[Collective], position: int, channels: int = 1, version: str = "2.19.4") -> list[Timeline]:
-    """One per channel."""
+def _planned(calls: list[Collective], position: int, channels: int = 1, version: str = "2.19.4") -> list[list[Sent]]:
+    """The messages of each channel."""
     comm = Communicator(traits(version), 2, channels, 2)
-    lines = [Timeline(64) for _ in range(channels)]
+    rows: list[list[tuple[np.ndarray, int]]] = [[] for _ in range(channels)]
     for call in calls:
         (planned,) = plan(comm, [call])
         for channel, row in zip(planned.channels, planned.rows, strict=True):
-            lines[channel].append(row, position)
-    return lines
+            rows[channel].append((row, position))
+    return [in_order(one) for one in rows]
 
 
-def _matches(line: Timeline, sent: list[Message]) -> bool:
-    """Whether the sizes of all messages are those of the timeline."""
-    if line.number != len(sent):
-        return False
-    for number, message in enumerate(sent):
-        at, index = line.find(number)
-        length = schedule.place(line.rows[at], line.positions[at], index)[5]
-        if schedule.wire_bytes(LL, length, number) != len(message.data):
-            return False
-    return True
+def _length(one: Sent) -> int:
+    return int(schedule.place(one.row, one.position, one.index)[5])
 
 
-def _place(line: Timeline, sent: list[Message], finals: dict[int, np.ndarray], sizes: dict[int, int]) -> None:
+def _matches(line: list[Sent], sent: list[Message]) -> bool:
+    """Whether the sizes of all messages are the planned ones."""
+    return [schedule.wire_bytes(LL, _length(one), one.step) for one in line] == [len(m.data) for m in sent]
+
+
+def _place(line: list[Sent], sent: list[Message], finals: dict[int, np.ndarray], sizes: dict[int, int]) -> None:
     """Decode all messages of a connection; final values go into `finals`, by collective.
 
     Checks of each: size, immediate, slot, flags; of final values that have been seen: equality.
     """
-    assert len(sent) == line.number
     base = sent[0].va
-    for number, message in enumerate(sent):
+    for one, message in zip(line, sent, strict=True):
         assert message.whole and message.immediate is not None
-        at, index = line.find(number)
-        row, position = line.rows[at], int(line.positions[at])
-        _, _, _, _, offset, length, final = schedule.place(row, position, index)
-        step = int(schedule.step_of(row, line.base[at], index))
-        assert line.find_step(step) == (at, index)
-        assert len(message.data) == schedule.wire_bytes(LL, length, step) == struct.unpack("<I", message.immediate)[0]
-        assert message.va - base == schedule.slot_offset(LL, step)
+        _, _, _, _, offset, length, final = schedule.place(one.row, one.position, one.index)
+        assert len(message.data) == schedule.wire_bytes(LL, length, one.step)
+        assert len(message.data) == struct.unpack("<I", message.immediate)[0]
+        assert message.va - base == one.step % schedule.STEPS * schedule.SLOT_BYTES[LL]
         wire = np.frombuffer(bytes(message.data), np.uint8).copy()
+        mark = payload.flag(LL, one.step)
         if length:
-            assert payload.formats(address_of(wire), wire.size) & 1 << LL
-            assert payload.unwrap_step(LL, payload.read_flag(LL, address_of(wire)), number + 9) == step
+            assert payload.formats(address_of(wire), wire.size, False) & 1 << LL
+            assert payload.read_flag(LL, address_of(wire)) == mark
         out = np.zeros(length, np.uint8)
-        mark = payload.flag(LL, step)
         assert payload.decode(LL, address_of(wire), 0, wire.size, address_of(out), length, mark) == wire.size
         if final:
-            tensor = finals.setdefault(at, np.zeros(sizes[at], np.uint8))
+            tensor = finals.setdefault(one.at, np.zeros(sizes[one.at], np.uint8))
             tensor[offset : offset + length] = out
 
 
@@ -106,7 +100,7 @@ def test_both_directions_rebuild_every_all_reduce(job: dict[Flow, list[Message]]
     assert [len(m.data) for m in out1[:5]] == [16, 24576, 15424, 24576, 15424] and len(out1) == 41
     finals: dict[int, np.ndarray] = {}
     kept: dict[int, np.ndarray] = {}
-    (line0,), (line1,) = _timeline(calls, 0), _timeline(calls, 1)
+    (line0,), (line1,) = _planned(calls, 0), _planned(calls, 1)
     _place(line0, out0, finals, sizes)
     _place(line1, out1, kept, sizes)
     # Each direction shows its chunk: 0..3072 from rank 0, 3072..5000 from rank 1; together the whole tensor.
@@ -140,7 +134,7 @@ def test_another_release_contradicts_the_sizes(job: dict[Flow, list[Message]], v
     reduce = Collective(ALLREDUCE, RING, LL, FLOATS, 4)
     calls = [*_start(FLOATS), reduce, *REBUILD, *[reduce] * 19]
     sent = _flow(RANK0, 0x453, job)
-    (right,), (line,) = _timeline(calls, 0), _timeline(calls, 0, 1, version)
+    (right,), (line,) = _planned(calls, 0), _planned(calls, 0, 1, version)
     assert _matches(right, sent)
     # 2.20 cuts this call as 2.19 does; later releases do not.
     assert _matches(line, sent) == (version == "2.20.5")
@@ -222,11 +216,11 @@ def test_two_of_four_channels_as_the_schedule_says(
     assert [[len(m.data) for m in sent[0, c]] for c in (0, 1)] == [[7232, 16384], [0, 16384]]
     assert [[len(m.data) for m in sent[1, c]] for c in (0, 1)] == [[16384, 7232], [16384, 0]]
     tensor: dict[int, np.ndarray] = {}
-    lines = {position: _timeline([call], position, 4) for position in (0, 1)}
+    lines = {position: _planned([call], position, 4) for position in (0, 1)}
     spans = []
     for (position, channel), list_ in sent.items():
         _place(lines[position][channel], list_, tensor, {0: 20000})
-        spans.append(schedule.shown(planned.rows[channel], position))
+        spans.append(shown(planned.rows[channel], position))
     merged = np.concatenate(spans)
     merged = merged[np.argsort(merged[:, 0])]
     assert merged[0, 0] == 0 and merged[-1, 1] == 20000 and (merged[1:, 0] == merged[:-1, 1]).all()
@@ -240,10 +234,9 @@ def test_a_hole_has_its_place_and_gives_no_value(shared: Path) -> None:
     assert sorted(set(range(psns[-1] + 1)) - set(psns)) == list(range(62, 77))
     sent = _flow(RANK1, 0xC99, messages(path))
     calls = [*_start(10_000), Collective(ALLREDUCE, RING, LL, 10_000, 4)]
-    (line,) = _timeline(calls, 1)
-    at, index = line.find(2)
-    _, _, _, _, offset, length, final = schedule.place(line.rows[at], 1, index)
-    assert (at, final, offset, length) == (3, True, 5120 * 4, 4880 * 4) and not sent[2].whole
+    (line,) = _planned(calls, 1)
+    _, _, _, _, offset, length, final = schedule.place(line[2].row, 1, line[2].index)
+    assert (line[2].at, final, offset, length) == (3, True, 5120 * 4, 4880 * 4) and not sent[2].whole
     held = {
         (psn - sent[2].first_psn) * 1024: rest[16:] if opcode in (6, 10) else rest[4:] if opcode == 9 else rest
         for _, flow, opcode, psn, rest in packets(path)
@@ -259,19 +252,16 @@ def test_a_hole_has_its_place_and_gives_no_value(shared: Path) -> None:
         assert payload.inner(LL, begin, end) == (begin, end)
         accepted = payload.decode(LL, address_of(wire), begin, end, address_of(out), length, payload.flag(LL, 2))
         assert accepted == len(part)
-        known[slice(*payload.outer(LL, begin, end, length))] = True
-    lost = slice(*payload.outer(LL, (62 - sent[2].first_psn) * 1024, (77 - sent[2].first_psn) * 1024, length))
+        known[unknown(LL, begin, end, length)] = True
+    lost = unknown(LL, (62 - sent[2].first_psn) * 1024, (77 - sent[2].first_psn) * 1024, length)
     assert not known[lost].any() and (out[lost] == 0xA5).all() and lost.stop - lost.start == 15 * 512
     assert known[: lost.start].all() and known[lost.stop : max(held) // 2].all()
 
 
 def test_larger_tensor_and_a_broadcast_of_two_chunks(shared: Path) -> None:
     sent = _flow(RANK0, 1300, messages(shared / "captures" / "nccl" / "iter_80000.pcapng"))
-    (line,) = _timeline([*_start(10_000), Collective(ALLREDUCE, RING, LL, 10_000, 4)], 0)
-    lengths = []
-    for number in range(line.number):
-        at, index = line.find(number)
-        lengths.append(schedule.wire_bytes(LL, schedule.place(line.rows[at], 0, index)[5], number))
+    (line,) = _planned([*_start(10_000), Collective(ALLREDUCE, RING, LL, 10_000, 4)], 0)
+    lengths = [schedule.wire_bytes(LL, _length(one), one.step) for one in line]
     assert lengths == [16, 64, 65536, 14464, 39040, 40960]
     assert [len(m.data) for m in sent[:5]] == lengths[:5]
     assert len(sent[5].data) < 40960 and sent[5].immediate is None  # the capture ends inside the last message
@@ -281,5 +271,5 @@ def test_simple_of_send_and_receive_is_plain(job: dict[Flow, list[Message]]) -> 
     data = np.frombuffer(bytes(_flow(RANK0, 0x456, job)[0].data), np.uint8).copy()
     out = np.zeros(data.size, np.uint8)
     assert payload.decode(SIMPLE, address_of(data), 0, data.size, address_of(out), data.size, 0) == data.size
-    assert (out == data).all() and payload.formats(address_of(data), data.size) == 1 << SIMPLE
+    assert (out == data).all() and payload.formats(address_of(data), data.size, False) == 1 << SIMPLE
     assert data.size < schedule.P2P_SLOT

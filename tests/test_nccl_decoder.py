@@ -259,7 +259,7 @@ def test_retired_collectives_are_freed() -> None:
         assert rig.landing(2 * step) is None and held.data.size == 0
     rig.finish()
     assert rig.reduced == [0, 2, 4, 6, 8, 10]
-    assert rig.decoder.counters["memory_bytes"] <= 2 * 4 * BIG
+    assert rig.decoder.counters["memory_bytes"] < 3 * 4 * BIG  # of six steps: spare buffers, too
 
 
 def test_over_the_memory_budget_nothing_is_claimed() -> None:

@@ -173,13 +173,14 @@ def test_settings_decide_algorithms_protocols_and_queue_pairs() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"NCCL_BUFFSIZE": "1048576"}, "NCCL_BUFFSIZE=1048576 .*unset it"),
-        ({"NCCL_ALGO": "NVLS"}, "nvls cannot be read.*use ring or tree"),
-        ({"NCCL_ALGO": "CollnetDirect,Ring"}, "collnetdirect cannot be read"),
+        ({"NCCL_BUFFSIZE": "1048576"}, "NCCL_BUFFSIZE=1048576: other buffer sizes.*Use no NCCL_BUFFSIZE"),
+        ({"NCCL_ALGO": "NVLS"}, "NCCL_ALGO=NVLS: NVLS across nodes.*NCCL_NVLS_ENABLE=0; the cost"),
+        ({"NCCL_ALGO": "CollnetDirect,Ring"}, "CollNet and SHARP"),
         ({"NCCL_ALGO": "^ring,tree"}, "leaves nothing"),
-        ({"NCCL_COLLNET_ENABLE": "1"}, "set it to 0"),
-        ({"NCCL_TUNER_PLUGIN": "ofi"}, "NCCL_TUNER_PLUGIN is set"),
-        ({"NCCL_NTHREADS": "128"}, "NCCL_NTHREADS=128"),
+        ({"NCCL_COLLNET_ENABLE": "1"}, "NCCL_COLLNET_ENABLE=1: CollNet.*Use NCCL_COLLNET_ENABLE=0"),
+        ({"NCCL_TUNER_PLUGIN": "ofi"}, "NCCL_TUNER_PLUGIN=ofi: a tuner plugin"),
+        ({"NCCL_NTHREADS": "128"}, "NCCL_NTHREADS=128: other buffer sizes"),
+        ({"NCCL_IB_OOO_RQ": "1"}, "NCCL_IB_OOO_RQ=1: request numbers"),
         ({"NCCL_IB_QPS_PER_CONNECTION": "many"}, "no number"),
     ],
 )
@@ -192,15 +193,30 @@ def test_what_cannot_be_read_is_refused_by_name(settings: dict[str, str], words:
     ("cluster", "changes", "words"),
     [
         (Cluster(version="2.17.1"), {}, "NCCL 2.17.1 is not known"),
-        (Cluster(), {"only": "none"}, "rank 0's NCCL log.*NCCL_DEBUG=INFO.*NCCL_DEBUG_FILE"),
-        (Cluster(), {"only": "Channel"}, "rank 1's NCCL log"),
-        (Cluster(), {"without": "Trees"}, "the trees are not known.*NCCL_DEBUG_FILE.*NCCL_ALGO=Ring"),
+        (Cluster(), {"only": "Channel"}, "rings of rank 0 and not those of rank 1.*NCCL_DEBUG_FILE"),
+        (Cluster(), {"without": "Trees"}, "does not tell the trees of all ranks.*NCCL_DEBUG_FILE.*allreduce:ring"),
         (Cluster(nodes=1), {}, "all ranks are on one node"),
     ],
 )
 def test_what_is_not_known_is_refused_with_the_remedy(cluster: Cluster, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(Refused, match=words):
         record(cluster.contributions(**changes))
+
+
+def test_without_a_log_rings_and_trees_are_left_out() -> None:
+    """The daemon may have seen the set-up traffic; that there is no NVLSTree only a log tells."""
+    facts = record(Cluster().contributions(only="none"))
+    assert (facts.channels, facts.rings, facts.search_channels, facts.chains, facts.heads) == (0, (), 0, (), ())
+    assert facts.nodes == (0, 0, 1, 1) and facts.algorithms == (0, 1, 5)
+    assert record(Cluster(settings={"NCCL_NVLS_ENABLE": "0"}).contributions(only="none")).algorithms == (0, 1)
+    assert NcclRecord.from_json(facts.to_json(), "nccl", 4) == facts
+
+
+def test_one_rank_without_a_log_is_refused() -> None:
+    parts = Cluster(settings=RING_ONLY).contributions()
+    parts[0]["communicators"] = []
+    with pytest.raises(Refused, match=r"rings of rank 1 and not those of rank 0.*NCCL_DEBUG_FILE"):
+        record(parts)
 
 
 def test_ranks_must_agree() -> None:
@@ -236,10 +252,13 @@ def test_a_ranks_contribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(part["communicators"]) == 1 and "127.0.0.1" not in part["addresses"]
     monkeypatch.setenv("NCCL_HOSTID", "rack 7")
     assert part["node"] and nccl_facts.contribution(0, 4)["node"] == "rack 7" != part["node"]
-    for network in ("Socket", "AWS Libfabric", "IBext_v8"):
+    for network in ("AWS Libfabric", "IBext_v8"):
         path.write_text(f"h:1:1 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/{network}/0/GDRDMA")
-        with pytest.raises(Refused, match=f"NET/{network}"):
+        with pytest.raises(Refused, match=f"NET/{network} in NCCL's log: .*; the cost: "):
             nccl_facts.contribution(0, 4)
+    path.write_text("h:1:1 [0] NCCL INFO TUNER/Plugin: Using tuner plugin nccl_ofi_tuner")
+    with pytest.raises(Refused, match=r"NCCL's log says 'TUNER/Plugin: Using tuner.*NCCL_TUNER_PLUGIN=none"):
+        nccl_facts.contribution(0, 4)
 
 
 def test_addresses_of_rdma_ports(tmp_path: Path) -> None:
@@ -309,3 +328,16 @@ def test_the_version_that_the_daemon_was_told() -> None:
         nccl_group("job", silent)
     with pytest.raises(UnknownVersion):
         nccl_group("job", silent, "2.99.1")
+
+
+def test_a_job_over_tcp_sockets() -> None:
+    sockets = [part | {"networks": ["Socket"]} for part in Cluster().contributions()]
+    assert record(sockets).sockets and record(sockets).qps == 1
+    told = [part | {"networks": [], "settings": {"NCCL_NET": "Socket"}} for part in Cluster().contributions()]
+    without = [part | {"networks": [], "settings": {"NCCL_IB_DISABLE": "1"}} for part in Cluster().contributions()]
+    assert record(told).sockets and record(without).sockets
+    overruled = [part | {"settings": {"NCCL_IB_DISABLE": "1"}} for part in Cluster().contributions()]
+    assert not record(overruled).sockets  # the log shows NET/IB
+    sockets[0]["networks"] = ["IB"]
+    with pytest.raises(Refused, match="over RDMA and over TCP at once"):
+        record(sockets)

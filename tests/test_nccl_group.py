@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from reconstruct.nccl import schedule
-from reconstruct.nccl.group import NOWHERE, NcclGroup, communicator, edges, ring_orders, row_position
+from reconstruct.nccl.group import NOWHERE, NcclGroup, communicator, edges, row_position
 from reconstruct.nccl.plan import plan
 from reconstruct.nccl.schedule import ALLREDUCE, BROADCAST, DOWN, LL, LL128, NVLSTREE, RING, SIMPLE, TREE, UP
 from reconstruct.nccl.split import Collective
@@ -160,37 +160,3 @@ def test_an_unknown_release_is_refused() -> None:
 def test_without_channels_nothing_is_scheduled() -> None:
     with pytest.raises(ValueError, match="channels: not known"):
         communicator(group(channels=0))
-
-
-def test_a_ring_is_known_where_only_one_agrees() -> None:
-    assert ring_orders([0, 1], []) == [(0, 1)]
-    assert ring_orders([0, 1, 2], []) == [(0, 1, 2), (0, 2, 1)]
-    assert ring_orders([0, 1, 2], [(2, 1)]) == [(0, 2, 1)]
-    # One node's two links prove a ring of four, not one of five.
-    assert ring_orders([0, 1, 2, 3], [(3, 1), (1, 0)]) == [(0, 2, 3, 1)]
-    assert len(ring_orders(range(5), [(3, 1), (1, 0)])) == 2
-    # The sizes of messages give a sender's index.
-    assert ring_orders(range(5), [(3, 1), (1, 0)], {2: 1}) == [(0, 2, 4, 3, 1)]
-    assert ring_orders(range(3), [], {0: 1}) == [] == ring_orders(range(3), [(0, 1), (0, 2)])
-    assert ring_orders(range(9), []) == []  # too many to try
-
-
-def test_ranks_of_a_node_are_neighbours_on_a_ring() -> None:
-    orders = ring_orders([0, 0, 1, 1], [])
-    assert sorted(orders) == [(0, 1, 2, 3), (0, 1, 3, 2), (0, 2, 3, 1), (0, 3, 2, 1)]
-    assert ring_orders([0, 0, 1, 1], [(1, 3)]) == [(0, 1, 3, 2)]
-    assert ring_orders([0, 0, 1, 1], [(0, 2), (3, 1)]) == [(0, 2, 3, 1)]
-
-
-def test_no_order_is_missed() -> None:
-    """Against trying every permutation."""
-    for nodes in ([0, 1, 2, 3], [0, 0, 1, 1, 2], [0, 1, 1, 0, 2]):
-        for links in ([], [(1, 2)], [(4 % len(nodes), 0)]):
-            want = []
-            for rest in itertools.permutations(range(1, len(nodes))):
-                order = (0, *rest)
-                pairs = list(zip(order, (*rest, 0), strict=True))
-                crossing = [pair for pair in pairs if nodes[pair[0]] != nodes[pair[1]]]
-                if len(crossing) == len(set(nodes)) and set(links) <= set(crossing):
-                    want.append(order)
-            assert sorted(ring_orders(nodes, links, most=200)) == want, (nodes, links)

@@ -10,7 +10,7 @@ from nccl_plans import VERSIONS
 from test_nccl_group import group
 
 from reconstruct.nccl.group import NOWHERE, Edge, NcclGroup, communicator, edges, row_position
-from reconstruct.nccl.guess import Guess, Seen, fits, guess, rows_by_channel
+from reconstruct.nccl.guess import Guess, Seen, guess
 from reconstruct.nccl.plan import plan
 from reconstruct.nccl.schedule import (
     ALLGATHER,
@@ -25,6 +25,7 @@ from reconstruct.nccl.schedule import (
     places,
     wire_bytes,
 )
+from reconstruct.nccl.sizes import fit, rows_by_channel
 from reconstruct.nccl.split import Collective
 
 
@@ -47,7 +48,19 @@ def matching(guesses: list[Guess], call: Collective, used: dict[Edge, int]) -> l
     return [g for g in guesses if (g.kind, g.algorithm, g.protocol) == kind and g.used == used]
 
 
-# --------------------------------------------------------------------------------------------------- fits
+# ---------------------------------------------------------------------------------------------------- fit
+
+
+def fits(
+    planned: dict[int, np.ndarray], edge: Edge, lengths: list[int], step: int = 0, kind: int = ALLREDUCE, root: int = 0,
+    ring: tuple[int, ...] = (),
+) -> int | None:
+    """Messages that a ring collective takes on a connection in all; None if these lengths are not its."""
+    position, row = row_position(edge, RING, kind, root, ring), planned.get(edge.channel)
+    if row is None or position == NOWHERE:
+        return 0
+    taken = int(fit(row, position, np.array(lengths, np.int64), step))
+    return taken if taken >= 0 else None
 
 
 def test_a_planned_collective_fits_its_own_messages_and_no_others() -> None:
@@ -57,37 +70,37 @@ def test_a_planned_collective_fits_its_own_messages_and_no_others() -> None:
     for edge in edges(known):
         whole = sent(known, call, edge)
         for seen in (0, 1, len(whole) - 1, len(whole)):
-            assert fits(planned, edge, RING, whole[:seen]) == len(whole)
-        assert fits(planned, edge, RING, [*whole, 7]) == len(whole)  # what follows is not looked at
-        assert fits(planned, edge, RING, [-1] * len(whole)) == len(whole)
+            assert fits(planned, edge, whole[:seen]) == len(whole)
+        assert fits(planned, edge, [*whole, 7]) == len(whole)  # what follows is not looked at
+        assert fits(planned, edge, [-1] * len(whole)) == len(whole)
         for wrong in range(len(whole)):
             changed = list(whole)
             changed[wrong] += 16
-            assert fits(planned, edge, RING, changed) is None
+            assert fits(planned, edge, changed) is None
             changed[wrong] = -1
-            assert fits(planned, edge, RING, changed) == len(whole)
+            assert fits(planned, edge, changed) == len(whole)
 
 
 def test_what_takes_no_part_takes_no_messages() -> None:
     known = group(2, 1, 4, algorithms=(RING, TREE))
     small = rows(known, Collective(ALLREDUCE, RING, LL, 4, 4))
     by_channel = {e.channel: e for e in edges(known) if e.sender == 0}
-    assert fits(small, by_channel[0], RING, [0, 32]) == 2
-    assert fits(small, by_channel[3], RING, [123]) == 0
+    assert fits(small, by_channel[0], [0, 32]) == 2
+    assert fits(small, by_channel[3], [123]) == 0
     copy = rows(known, Collective(BROADCAST, RING, LL, 4, 4))
-    assert fits(copy, by_channel[0], RING, [32], kind=BROADCAST) == 1
+    assert fits(copy, by_channel[0], [32], kind=BROADCAST) == 1
     # Into the root nothing is sent.
-    assert fits(copy, by_channel[0], RING, [16], kind=BROADCAST, root=1, ring=(0, 1)) == 0
+    assert fits(copy, by_channel[0], [16], kind=BROADCAST, root=1, ring=(0, 1)) == 0
 
 
 def test_full_slots_once_in_two_billion_steps() -> None:
     known = group(2, 1, 1)
     planned = rows(known, Collective(ALLREDUCE, RING, LL, 4, 4))
     edge = edges(known)[0]
-    assert fits(planned, edge, RING, [65536, 65536], step=0x7FFFFFF8) == 2
-    assert fits(planned, edge, RING, [0, 32], step=0x7FFFFFF8) is None
-    assert fits(planned, edge, RING, [0, 32], step=0x7FFFFFF0) == 2
-    assert fits(planned, edge, RING, [65536, 0], step=0x7FFFFFFE) is None
+    assert fits(planned, edge, [65536, 65536], step=0x7FFFFFF8) == 2
+    assert fits(planned, edge, [0, 32], step=0x7FFFFFF8) is None
+    assert fits(planned, edge, [0, 32], step=0x7FFFFFF0) == 2
+    assert fits(planned, edge, [65536, 0], step=0x7FFFFFFE) is None
 
 
 # -------------------------------------------------------------------------------------------------- guess

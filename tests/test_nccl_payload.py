@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from nccl_plans import unknown
 
 from mirror.memory import address_of
 from reconstruct.nccl import payload
@@ -87,13 +88,12 @@ def test_packets_in_any_order_and_holes(protocol: int, mtu: int) -> None:
         for begin in begins.tolist():
             end = min(begin + mtu, wire.size)
             if begin in lost:
-                first, last = payload.outer(protocol, begin, end, length)
-                gaps[first:last] = True
+                gaps[unknown(protocol, begin, end, length)] = True
                 continue
             first, last = payload.inner(protocol, begin, end)
             if first < last:
                 assert _decode(protocol, wire[: last], first, last, out, length, 77) == last - first
-                known[slice(*payload.outer(protocol, first, last, length))] = True
+                known[unknown(protocol, first, last, length)] = True
         assert (out[known] == data[known]).all()
         if mtu >= payload.UNIT_WIRE[protocol]:  # every packet is whole units: what is not lost is known
             assert (known == ~gaps).all()
@@ -138,38 +138,41 @@ def test_flags_beyond_the_data_are_checked_too(protocol: int) -> None:
     assert (out == data).all()
 
 
-def test_steps_from_flags() -> None:
-    for step in (0, 1, 6, 2**31 - 2, 2**31, 2**32 - 2, 2**32 - 1, 2**32, 2**40 + 3):
-        mark = payload.flag(LL, step)
-        assert 0 <= mark < 2**32
-        for near in (step, step + 1000, max(0, step - 1000)):
-            assert payload.unwrap_step(LL, mark, near) == step
-        assert payload.unwrap_step(LL128, payload.flag(LL128, step), 0) == step
-    assert payload.unwrap_step(LL, 2**32 - 1, 5) == -1
-    assert payload.unwrap_step(SIMPLE, 1, 5) == -1
-
-
 def test_formats_by_content() -> None:
     rng = np.random.default_rng(6)
     for protocol, length in ((LL, 16384), (LL, 12), (LL128, 4000), (SIMPLE, 4096), (SIMPLE, 100)):
         wire = encode(protocol, rng.integers(0, 256, length, np.uint8), 40, rng)
         expected = {LL: 0b101, LL128: 0b110, SIMPLE: 0b100}[protocol]
-        assert payload.formats(address_of(wire), wire.size) == expected
+        assert payload.formats(address_of(wire), wire.size, False) == expected
         if protocol != SIMPLE:
             assert payload.read_flag(protocol, address_of(wire)) == 41
+    # A piece of a message that is cut over queue pairs ends at any line of LL128.
+    wire = encode(LL128, rng.integers(0, 256, 4000, np.uint8), 40, rng)
+    assert payload.formats(address_of(wire), 384, True) == 0b110
+    assert payload.formats(address_of(wire), 384, False) == 0b100
     zeros = np.zeros(4096, np.uint8)
-    assert payload.formats(address_of(zeros), 4096) == 0b100  # no flag is 0
-    assert payload.formats(address_of(zeros), 0) == 0b111
+    assert payload.formats(address_of(zeros), 4096, False) == 0b100  # no flag is 0
+    assert payload.formats(address_of(zeros), 0, False) == 0b111
 
 
-def test_inner_and_outer_ranges() -> None:
+def test_inner_ranges() -> None:
     assert payload.inner(LL128, 1, 4096) == (1024, 4096)
     assert payload.inner(LL128, 9000, 10240) == (9216, 10240)
     assert payload.inner(LL128, 1, 1025) == payload.inner(LL128, 1, 1024) == (1024, 1024)
     assert payload.inner(LL, 16, 17) == (16, 16) and payload.inner(SIMPLE, 3, 5) == (3, 5)
-    assert payload.outer(LL, 1024, 2048, 10000) == (512, 1024)
-    assert payload.outer(LL, 17, 18, 10000) == (8, 16)
-    assert payload.outer(LL128, 2048, 4096, 10000) == (1920, 3840)
-    assert payload.outer(LL128, 0, 2048, 100) == (0, 100)
-    assert payload.outer(SIMPLE, 5, 9, 7) == (5, 7)
-    assert payload.outer(LL, 5, 5, 7) == (0, 0)
+
+
+def test_each_line_of_ll128_has_its_place() -> None:
+    """A unit of 1024 wire bytes, line by line, is the same as the whole unit."""
+    rng = np.random.default_rng(8)
+    data = rng.integers(0, 256, 1920, np.uint8)
+    wire = encode(LL128, data, 5, rng)
+    out = np.zeros(1920, np.uint8)
+    written = np.zeros(1920, np.int64)
+    for line in range(16):
+        unit, at = line // 8 * 960, 128 * line
+        first, count, second, rest = payload.line_places(line % 8)
+        for place, size, source in ((first, count, at), (second, rest, at + count)):
+            out[unit + place : unit + place + size] = wire[source : source + size]
+            written[unit + place : unit + place + size] += 1
+    assert (out == data).all() and (written == 1).all()

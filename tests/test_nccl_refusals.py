@@ -8,14 +8,15 @@ from test_nccl_group import group
 from test_nccl_guess import sent
 
 from reconstruct.nccl.group import edges
-from reconstruct.nccl.refusals import REFUSALS, from_log, from_settings, infiniband_frame, reduce_scatter, tls_record
+from reconstruct.nccl.refusals import NAMES, REFUSALS, from_choice, from_log, from_network, from_settings
 from reconstruct.nccl.schedule import ALLREDUCE, BROADCAST, LL, LL128, RING, SIMPLE
 from reconstruct.nccl.split import Collective
+from reconstruct.nccl.unreadable import infiniband_frame, reduce_scatter, tls_record
 
 
 def test_every_refusal_says_what_to_do_and_what_it_costs() -> None:
     asked = {"reduce-scatter", "nvls", "collnet", "pat", "tls", "infiniband", "efa", "registered-buffers", "net-plugin",
-             "adaptive-routing", "unknown-version"}  # fmt: skip
+             "adaptive-routing", "unknown-version", "rings", "trees", "networks"}  # fmt: skip
     assert asked <= set(REFUSALS)
     for name, refusal in REFUSALS.items():
         assert refusal.name == name and all((refusal.title, refusal.seen, refusal.why, refusal.remedy, refusal.cost))
@@ -30,29 +31,52 @@ def test_every_refusal_says_what_to_do_and_what_it_costs() -> None:
         ({"NCCL_NET": "AWS Libfabric"}, "net-plugin"),
         ({"NCCL_TUNER_PLUGIN": "libnccl-tuner.so"}, "tuner"),
         ({"NCCL_IB_OOO_RQ": "1"}, "receiver-matching"),
-        ({"NCCL_GRAPH_REGISTER": "1"}, "registered-buffers"),
         ({"NCCL_BUFFSIZE": "8388608"}, "buffer-sizes"),
         ({"NCCL_NTHREADS": "256"}, "buffer-sizes"),
+        ({"NCCL_LL128_NTHREADS": "320"}, "buffer-sizes"),
+        ({"NCCL_NVLS_CHUNKSIZE": "65536"}, "buffer-sizes"),
     ],
 )
 def test_settings_that_make_a_job_unreadable(settings: dict[str, str], name: str) -> None:
     ((given, refusal),) = from_settings(settings | {"NCCL_DEBUG": "INFO"})
     assert refusal is REFUSALS[name] and given == "=".join(*settings.items())
+    assert set(settings) <= set(NAMES)
 
 
 def test_settings_that_do_not() -> None:
-    assert from_settings({}) == []
+    assert from_settings({}) == [] == from_settings({"NCCL_NET": "Socket"})
     assert from_settings({"NCCL_COLLNET_ENABLE": "0", "NCCL_NET_PLUGIN": "none", "NCCL_TUNER_PLUGIN": "",
-                          "NCCL_IB_OOO_RQ": "0", "NCCL_LOCAL_REGISTER": "0", "NCCL_BUFFSIZE": "4194304",
+                          "NCCL_IB_OOO_RQ": "0", "NCCL_NTHREADS": "512", "NCCL_BUFFSIZE": "4194304",
                           "NCCL_NET": "IB", "NCCL_ALGO": "Ring"}) == []  # fmt: skip
+
+
+def test_what_the_log_shows_of_the_network_counts_more_than_settings() -> None:
+    settings = {"NCCL_NET_PLUGIN": "aws-ofi", "NCCL_BUFFSIZE": "1"}
+    assert [given for given, _ in from_settings(settings, frozenset({"IB"}))] == ["NCCL_BUFFSIZE=1"]
+    assert len(from_settings(settings)) == 2
+
+
+@pytest.mark.parametrize(
+    ("network", "name"),
+    [("IB", None), ("Socket", None), ("AWS Libfabric", "efa"), ("OFI", "efa"), ("IBext_v8", "net-plugin")],
+)
+def test_networks(network: str, name: str | None) -> None:
+    assert from_network(network) is (None if name is None else REFUSALS[name])
+
+
+def test_algorithms_that_cannot_be_read() -> None:
+    assert from_choice("nvls") is REFUSALS["nvls"] and from_choice("pat") is REFUSALS["pat"]
+    assert from_choice("collnetdirect") is from_choice("collnetchain") is REFUSALS["collnet"]
+    assert from_choice("ring") is None and from_choice("no such thing") is None
 
 
 @pytest.mark.parametrize(
     ("line", "name"),
     [
         ("n1:7:9 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>", "infiniband"),
-        ("n1:7:9 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/AWS Libfabric/0/GDRDMA", "efa"),
-        ("n1:7:9 [0] NCCL INFO Using network IBext_v8", "net-plugin"),
+        ("n1:7:9 [0] NCCL INFO TUNER/Plugin: Using tuner plugin nccl_ofi_tuner", "tuner"),
+        ("n1:7:9 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>", None),
+        ("n1:7:9 [0] NCCL INFO TUNER/Plugin: Could not find: libnccl-tuner.so", None),
         ("n1:7:9 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>", None),
         ("n1:7:9 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA", None),
         ("n1:7:9 [0] NCCL INFO Using network IB", None),

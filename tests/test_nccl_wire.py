@@ -11,6 +11,7 @@ from pathlib import Path
 import nccl_frames
 import numpy as np
 import pytest
+from nccl_plans import room
 from tcp_frames import block_of
 
 from flowcheck.errors import UsageError
@@ -323,7 +324,7 @@ def test_decoder_and_generator_cut_alike(seed: int) -> None:
             ours = [(p.first * itemsize, p.length * itemsize, p.final) for p in lane.pieces]
             assert [o[1:] for o in ours] == [t[1:] for t in theirs], job
             assert [o for o in ours if o[1]] == [t for t in theirs if t[1]], job
-            assert len(ours) == 0 or made.room == schedule.cts_size(row) or protocol != "simple"
+            assert len(ours) == 0 or made.room == room(row) or protocol != "simple"
 
 
 # -- the frames, through the transport -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from flowcheck.errors import UsageError
 if TYPE_CHECKING:
     from flowcheck.doctor.exam import Examination
     from mirror.block import Source
+    from reconstruct.nccl.group import NcclGroup
 
 _RING_DELAY = 50_000_000
 _EXPIRE_EVERY = 10_000_000
@@ -32,6 +33,8 @@ _DRAIN_SECONDS = 5.0
               help="How long to capture: at least one step of the job.")
 @click.option("--vantage", multiple=True, metavar="NAME=MEMBER,...",
               help="Interfaces and tunnels that see the same fabric, as for the daemon.")
+@click.option("--job", type=click.Path(path_type=Path), metavar="FILE",
+              help="Job file: whose rings and trees these are (NCCL), to say which chunks pass.")
 @click.option("--ring-mib", type=click.IntRange(4, 65536), default=256, show_default=True, help="Capture ring size.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def doctor_command(
@@ -39,6 +42,7 @@ def doctor_command(
     files: tuple[Path, ...],
     seconds: float,
     vantage: tuple[str, ...],
+    job: Path | None,
     ring_mib: int,
     as_json: bool,
 ) -> int:
@@ -60,7 +64,7 @@ def doctor_command(
     name = interface or ", ".join(map(str, files))
     names = [name] if interface else [str(file) for file in files]
     own, other = (Vantages(vantage, names).table for _ in range(2))
-    exam = Examination(vantages=(own, other))
+    exam = Examination(vantages=(own, other), group=None if job is None else _communicator(job))
     settings: nic.Settings | None = None
     source: Source
     if interface is None:
@@ -81,6 +85,15 @@ def doctor_command(
     else:
         click.echo(report.as_text(name, findings))
     return 0 if report.healthy(findings) else 1
+
+
+def _communicator(job: Path) -> NcclGroup | None:
+    """The job's NCCL communicator; None for another library's, or where the file does not tell its rings."""
+    from flowcheck import jobfile
+    from flowcheck.groups import nccl_group
+
+    record = jobfile.describe(job).group
+    return nccl_group(record.name, record) if record.nccl is not None and record.nccl.rings else None
 
 
 def _read(exam: Examination, source: Source) -> int:

@@ -15,9 +15,11 @@ from collections.abc import Iterable, Sequence
 from flowcheck.doctor import nic
 from flowcheck.doctor.finding import OK, PROBLEM, WARNING, Finding
 from flowcheck.doctor.frames import judge as judge_frames
+from flowcheck.doctor.nccl_chunks import Coverage
 from flowcheck.doctor.nic import Settings
 from flowcheck.doctor.seen import Link, Ring, Seen, Strange
 from flowcheck.observation import size_text
+from reconstruct.nccl.refusals import REFUSALS
 
 __all__ = ["diagnose"]
 
@@ -70,10 +72,16 @@ def _traffic(seen: Seen, settings: Settings | None, cut: bool) -> list[Finding]:
         )]  # fmt: skip
     else:
         found = [_wrong(seen, settings, size)]
+    refused = []
     if seen.tls:
+        refused.append((f"{seen.tls} streams begin with a TLS handshake where gloo's messages should be", "tls"))
+    if seen.strange_rooms:
+        refused.append((f"CTS entries announce rooms of {_some(map(str, seen.strange_rooms))} bytes", "buffer-sizes"))
+    for told, name in refused:
+        reason = REFUSALS[name]
         found.append(Finding(
-            "tls", PROBLEM, f"{seen.tls} streams are gloo inside TLS and cannot be read.",
-            "start the trainers without GLOO_DEVICE_TRANSPORT=TCP_TLS",
+            name, PROBLEM, f"{told}: {reason.title} cannot be read, {reason.why}.",
+            f"{reason.remedy}; the cost: {reason.cost}",
         ))  # fmt: skip
     return found
 
@@ -140,8 +148,21 @@ def _rings(seen: Seen, blind: bool) -> list[Finding]:
                 f"if its all-reduces carry gradients, mirror a port of one of its ranks too: {_MIRROR}",
             ))  # fmt: skip
             continue
+        hosts = {end for link in ring.links for end in (link.sender, link.receiver)}
+        known = [one for one in seen.coverage if hosts <= set(one.hosts)]
+        if known and ring.library == "nccl":
+            found += [_covered(one) for one in known]
+            found += _one_way(ring) if any(one.never for one in known) else []
+            continue
         found += _chunks(ring)
         found += _one_way(ring)
+    if seen.unplaced:
+        found.append(Finding(
+            "unplaced", OK,
+            "Rings and trees of an NCCL communicator are known, but fewer or more connections passed than it has, so "
+            "which of its channels they are cannot be told.",
+            "run this longer, while large all-reduces use every channel",
+        ))  # fmt: skip
     if seen.unknown_ranks:
         found.append(Finding(
             "unknown-ranks", OK,
@@ -185,8 +206,8 @@ def _some(texts: Iterable[str]) -> str:
     return ", ".join(listed[:_MOST]) + (f" and {more} more" if more > 0 else "")
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    return ("chunk " if len(numbers) == 1 else "chunks ") + _some(map(str, numbers))
+def _list(word: str, numbers: Sequence[int]) -> str:
+    return f"{word}{'' if len(numbers) == 1 else 's'} {_some(map(str, numbers))}"
 
 
 def _chunks(ring: Ring) -> list[Finding]:
@@ -194,7 +215,7 @@ def _chunks(ring: Ring) -> list[Finding]:
     by_count = [[c for c, n in enumerate(counts) if n == times] for times in (0, 1)]
     more = [chunk for chunk, number in enumerate(counts) if number > 1]
     never, once = by_count
-    told = [f"{_numbers(part)} {word}" for part, word in
+    told = [f"{_list('chunk', part)} {word}" for part, word in
             ((never, "never"), (once, "once"), (more, "more than once")) if part]  # fmt: skip
     if counts:
         text = f"{_title(ring)}: of the {ring.ranks} chunks of an all-reduce, {'; '.join(told)}."
@@ -217,6 +238,30 @@ def _chunks(ring: Ring) -> list[Finding]:
         f"mirror both directions of one port of the ring, or one direction of two: {_MIRROR}; flowcheck plan says "
         "which",
     )]  # fmt: skip
+
+
+def _covered(one: Coverage) -> Finding:
+    """What passes of an NCCL communicator whose rings and trees are known."""
+    where = f"NCCL {one.algorithm} between {_some(one.hosts)}, {_list('channel', one.channels)}"
+    if one.algorithm == "tree":
+        often = "once" if one.once else "more than once"
+        told = f"{'no' if one.never else 'every'} slice of the final values passes{'' if one.never else ' ' + often}"
+    else:
+        word = "chunk" if one.algorithm == "ring" else "head"
+        more = [part for part in range(one.parts) if part not in (*one.never, *one.once)]
+        told = f"of the {one.parts} {word}s of an all-reduce, " + "; ".join(
+            f"{_list(word, part)} {often}"
+            for part, often in ((one.never, "never"), (one.once, "once"), (more, "more than once")) if part
+        )  # fmt: skip
+    if not one.never:
+        alone = " What passes once cannot be had again when its frame is lost." if one.once else ""
+        return Finding("chunks", OK, f"{where}: {told}.{alone}")
+    remedy = {
+        "ring": "mirror both directions of one port of the ring, or one direction of two",
+        "tree": "mirror what comes into a node that is the root of neither tree, or both directions of a port",
+    }.get(one.algorithm, "mirror the port of every head's rail, at a node that is the root of neither tree")
+    up = " What passes are sums on their way up, which are not final." if one.algorithm == "tree" else ""
+    return Finding("chunks", PROBLEM, f"{where}: {told}.{up}", f"{remedy}: {_MIRROR}; flowcheck plan says which")
 
 
 def _one_way(ring: Ring) -> list[Finding]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from flowcheck.doctor import kernels as k
 from flowcheck.doctor.nccl import NcclSight
+from flowcheck.doctor.nccl_chunks import Coverage, coverage
 from flowcheck.doctor.seen import Link, Ring, Seen, Strange, by_hosts
 from mirror.block import Block, SourceCounters
 from mirror.flows import Flows
@@ -22,6 +23,9 @@ from mirror.roce import MessageSpans, QueuePairs, RoceReassembler
 from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
 from mirror.vantage import Vantage
+from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.setup import communicators
+from reconstruct.nccl.setup_watch import SetupWatcher
 from reconstruct.observe.observer import Observer
 
 __all__ = ["Examination"]
@@ -36,16 +40,20 @@ class Examination:
     """One capture under examination.
 
     flows: most directions of TCP connections known at once; vantages: two tables of the same declared groups, since
-    the frames are walked twice.
+    the frames are walked twice; group: the job's communicator, where the user gave it.
     """
 
-    def __init__(self, flows: int = 1 << 15, vantages: tuple[Vantage, Vantage] | None = None) -> None:
+    def __init__(
+        self, flows: int = 1 << 15, vantages: tuple[Vantage, Vantage] | None = None, group: NcclGroup | None = None
+    ) -> None:
         own, other = vantages or (Vantage(), Vantage())
         self.flows = Flows(flows)
         self._tcp = TcpReassembler(self.flows, vantage=own)
         self._roce = RoceReassembler(QueuePairs(flows))
         self._tcp.segments.datagrams = self._roce.datagrams
         self._nccl = NcclSight(self._roce)
+        self._setups = SetupWatcher(self.flows)
+        self._group = group
         self._observer = Observer(flows, vantage=other)
         self._streams = np.zeros((flows, k.S_COLUMNS), np.int64)
         self._streams[:, k.S_NEXT] = -1
@@ -103,6 +111,7 @@ class Examination:
         k.announcements(nothing, nothing, nothing, np.zeros((1, 6), np.int64), np.zeros((0, 6), np.int64))
 
     def _take(self, spans: Spans) -> None:
+        self._setups.feed(spans)
         arrays = spans.flow, spans.kind, spans.offset, spans.addr, spans.length
         k.streams(spans.n, *arrays, self._streams)
         k.gloo(spans.n, *arrays, self._streams)
@@ -120,6 +129,7 @@ class Examination:
         report = self._observer.report()
         rings, others = self._nccl.rings()
         unknown = self._unknown_rings()
+        shown = self._coverage()
         rows = self._streams[: self.flows.count]
         holes = self._with_holes(rows)
         return Seen(
@@ -146,11 +156,21 @@ class Examination:
             roce_tails=int(self._parts[k.P_LAST]), roce_full=int(self._parts[k.P_FULL]),
             roce_acks=int(self._parts[k.P_ACKS]),
             rings=(*self._known_rings(report), *unknown, *rings), other_links=others,
+            coverage=tuple(one for told in shown for one in told or ()), unplaced=None in shown,
+            strange_rooms=self._nccl.strange_rooms(),
             groups=tuple(f"{group['name']}: {group['world_size']} ranks" for group in report["groups"]),
             unknown_ranks=bool(unknown),
             half_rendezvous=tuple(group["name"] for group in report["incomplete_groups"]),
             tls=report["streams"]["tls"], nccl_sockets=int((rows[:, k.S_NCCL] == _NCCL_SOCKET).sum()),
         )  # fmt: skip
+
+    def _coverage(self) -> list[list[Coverage] | None]:
+        """Of the job's communicator, and of those whose set-up was captured."""
+        known = [] if self._group is None else [self._group]
+        if not known:
+            known = communicators(self._setups.setup())
+        pairs = self._nccl.pairs()
+        return [coverage(group, pairs) for group in known] if pairs else []
 
     def _with_holes(self, rows: np.ndarray) -> np.ndarray:
         """Streams with holes; those of gloo and NCCL where there are any: a mirror may show others in part."""

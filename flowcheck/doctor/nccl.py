@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flowcheck.doctor.kernels import CTS_BYTES, announcements
+from flowcheck.doctor.nccl_chunks import Pair
 from flowcheck.doctor.seen import Link, Ring, by_hosts
+from flowcheck.inspect.nccl_flows import ROOMS
 from mirror.roce import RoceReassembler
 from mirror.roce_spans import DATA, END, MessageSpans
 from mirror.roce_state import HEADLESS, M_FLAGS, M_FLOW, M_IMM, M_KIND, M_LENGTH, M_RKEY
@@ -23,6 +25,7 @@ from reconstruct.nccl.versions import CTS_FORMS
 __all__ = ["NcclSight"]
 
 _MOST = 1 << 14
+_ENOUGH = 8
 _FORMS = np.array(
     [[f.entry, f.size, f.rkeys, f.requests, f.tag, f.index] for name, f in CTS_FORMS.items() if name != "2.19"],
     np.int64,
@@ -122,6 +125,45 @@ class NcclSight:
             links.append(Link(sender, receiver, cts.rank, messages, size, silent=not found))
         links += [Link(*key[:2], -1, sums.messages, sums.bytes) for key, sums in data.items()]
         return links, others
+
+    def pairs(self) -> dict[tuple[str, str], Pair]:
+        """(sender's address, receiver's address) -> the connections of collectives that were seen between them."""
+        flows = self._roce.flows
+        announced: dict[tuple[str, str], list[int]] = {}
+        carrying: dict[tuple[str, str], int] = {}
+        others = set()  # (sender, receiver, rkey) of send and receive
+        for flow, cts in self._cts.items():
+            ends = flows.endpoint_dst(flow)[0], flows.endpoint_src(flow)[0]
+            if cts.rooms == {P2P_SLOT}:
+                others |= {(*ends, rkey) for rkey in cts.rkeys}
+            else:
+                announced.setdefault(ends, []).append(cts.rank)
+        rkeys: dict[int, set[int]] = {}
+        for flow, rkey in self._data:
+            if flow in self._flows:
+                rkeys.setdefault(flow, set()).add(rkey)
+        for flow, keys in rkeys.items():
+            ends = flows.endpoint_src(flow)[0], flows.endpoint_dst(flow)[0]
+            if not all((*ends, rkey) in others for rkey in keys - {0}):
+                carrying[ends] = carrying.get(ends, 0) + 1
+        return {
+            ends: Pair(len(ranks := announced.get(ends, [])), carrying.get(ends, 0), frozenset(ranks))
+            for ends in announced.keys() | carrying.keys()
+        }
+
+    def strange_rooms(self) -> tuple[int, ...]:
+        """Announced sizes that are of no buffer of the usual size, of connections whose messages came."""
+        flows = self._roce.flows
+        carried = {
+            (flows.endpoint_src(flow)[0], flows.endpoint_dst(flow)[0], rkey)
+            for flow, rkey in self._data if flow in self._flows and rkey
+        }  # fmt: skip
+        rooms = set()
+        for flow, cts in self._cts.items():
+            ends = flows.endpoint_dst(flow)[0], flows.endpoint_src(flow)[0]
+            if cts.announced >= _ENOUGH and any((*ends, rkey) in carried for rkey in cts.rkeys):
+                rooms |= cts.rooms
+        return tuple(sorted(rooms - ROOMS))
 
     def rings(self) -> tuple[list[Ring], int]:
         """(rings by the hosts that they join, number of connections of send/recv)."""

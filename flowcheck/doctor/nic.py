@@ -124,7 +124,7 @@ def _link(interface: str) -> tuple[bool, bool, bool, int]:
 
 def judge(settings: Settings) -> list[Finding]:
     """What is right and wrong with the settings, as they stood while capturing."""
-    checks: tuple[Callable[[Settings], list[Finding]], ...] = (_state, _pause, _merging, _tags, _unread)
+    checks: tuple[Callable[[Settings], list[Finding]], ...] = (_state, _pause, _priority, _merging, _tags, _unread)
     return [finding for check in checks for finding in check(settings)]
 
 
@@ -171,9 +171,18 @@ def _pause(settings: Settings) -> list[Finding]:
     if pause.rx:
         return [Finding("pause", WARNING, f"{name} obeys pause frames; a port that only receives has no use for it.",
                         remedy)]
+    return [Finding("pause", OK, f"{name} sends no pause frames.")]
+
+
+def _priority(settings: Settings) -> list[Finding]:
+    """Priority flow control (IEEE 802.1Qbb) is set apart from pause frames, and the ioctls do not tell it."""
+    name = settings.interface
+    if settings.pause is None:
+        return []
     return [Finding(
-        "pause", OK,
-        f"{name} sends no pause frames. Priority flow control is not read: dcb pfc show dev {name} must show it off.",
+        "priority-pause", OK,
+        f"Whether {name} sends priority pause frames (PFC) is not read here; it has to be off for every priority.",
+        f"check by hand: dcb pfc show dev {name} (to turn it off: dcb pfc set dev {name} prio-pfc all:off)",
     )]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from flowcheck.doctor.nccl_chunks import Coverage
 from reconstruct.nccl.schedule import missing_chunk
 
 __all__ = ["Link", "Ring", "Seen", "Strange", "by_hosts", "chunk_counts", "gloo_missing"]
@@ -179,6 +180,12 @@ class Seen:
     rings: tuple[Ring, ...] = ()
     other_links: int = 0
     """NCCL connections of send/recv."""
+    coverage: tuple[Coverage, ...] = ()
+    """What passes of NCCL communicators whose rings and trees are known."""
+    strange_rooms: tuple[int, ...] = ()
+    """Bytes that NCCL's receivers announce and that no known buffer has."""
+    unplaced: bool = False
+    """A communicator is known, and the links seen do not tell which of its connections they are."""
     groups: tuple[str, ...] = ()
     """Process groups by name, with their ranks."""
     unknown_ranks: bool = False

@@ -15,7 +15,8 @@ __all__ = ["MessageTable", "message_line"]
 
 
 def message_line(message: Message) -> dict[str, Any]:
-    """The message for scripts. va, rkey: null where there is none (SEND) or the first packet was not captured."""
+    """The message for scripts. va, rkey: null where there is none (SEND) or the first packet was not captured; length:
+    null where the first packet, or of a SEND the last, was not."""
     return {
         "type": "message",
         "transport": "roce",
@@ -26,7 +27,7 @@ def message_line(message: Message) -> dict[str, Any]:
         "opcode": message.opcode,
         "va": message.va,
         "rkey": message.rkey,
-        "length": message.length,
+        "length": None if message.headless else message.length,
         "imm": None if message.imm is None else f"0x{message.imm:08x}",
         "complete": message.complete,
         "sha256": message.sha256,

@@ -17,24 +17,18 @@ from flowcheck.inspect.gloo import hashes
 from flowcheck.inspect.nccl_flows import Connection, Flow, FlowKey, connections
 from flowcheck.inspect.nccl_line import Line
 from flowcheck.inspect.nccl_read import Reading, Sizes, read
-from flowcheck.inspect.nccl_setup import (
-    assignments,
-    bind,
-    cut_alike,
-    member_group,
-    releases,
-    same_job,
-    span_text,
-)
+from flowcheck.inspect.nccl_setup import assignments, bind, cut_alike
 from flowcheck.inspect.nccl_sockets import SocketTraffic
 from flowcheck.inspect.streams import StreamSeen
 from mirror.flows import Flows
 from mirror.messages import Message
 from mirror.spans import Spans
 from mirror.streams import runs
-from reconstruct.nccl.bootstrap import Contradiction, Member, Setup, SetupWatcher, check
+from reconstruct.nccl.bootstrap import Setup
 from reconstruct.nccl.group import Edge, NcclGroup
 from reconstruct.nccl.schedule import ALLREDUCE, LL, LL128, NVLSTREE, P2P_SLOT, RING, SIMPLE, TREE
+from reconstruct.nccl.setup import Contradiction, agreeing, group_of, releases, same_job, span_text
+from reconstruct.nccl.setup_watch import SetupWatcher
 from reconstruct.nccl.versions import CTS_FORMS, CtsForm, Version, block_versions, parse, traits
 
 __all__ = ["NcclTraffic"]
@@ -73,7 +67,7 @@ class NcclTraffic:
         self._group = group
         self._names: set[str] = set()
         self._flows: dict[FlowKey, Flow] = {}
-        self._setups = SetupWatcher(flows, 1 if group is None else group.qps)
+        self._setups = SetupWatcher(flows)
         self._sockets = SocketTraffic(flows)
         self._blocks: set[int] = set()  # sizes of set-up blocks
         self._strange_blocks = 0
@@ -112,7 +106,7 @@ class NcclTraffic:
         for flow in flows:
             flow.finish()
         found = connections(flows)
-        setup = self._setups.setup()
+        setup = self._setups.setup(1 if self._group is None else self._group.qps)
         version = self._version(found, setup)
         known = None if version is None else traits(version)
         self.statements += self._sockets.statements(None if known is None else known.socket_inline)
@@ -208,7 +202,7 @@ class NcclTraffic:
         if self._group is not None:
             free = self._job(self._group, free, setup)
         for member in setup.communicators:
-            named = member_group(member, version, "")
+            named = group_of(member, version, "")
             bound = {} if named is None else bind(named, member, free)
             if named is not None and bound:
                 self._read(replace(named, name=self._name(list(bound.values()))), bound)
@@ -228,10 +222,11 @@ class NcclTraffic:
 
     def _job(self, group: NcclGroup, found: list[Connection], setup: Setup) -> list[Connection]:
         """Read the job's communicator; returns the connections that are not its."""
-        members = [member for member in setup.communicators if same_job(group, member)]
-        agreed, errors = _agreed(group, members)
-        if errors and not agreed:
-            raise UsageError(str(errors[0]))
+        members = [one for one in setup.communicators if same_job(group.addresses, group.world_size, one)]
+        try:
+            agreed = agreeing(group, members)
+        except Contradiction as error:
+            raise UsageError(str(error)) from None
         for member in agreed:
             bound = bind(group, member, found)
             if bound:
@@ -337,18 +332,6 @@ class NcclTraffic:
 
 def _left(reading: Reading) -> str:
     return f"; {reading.left} messages are not: {reading.reason}" if reading.left else ""
-
-
-def _agreed(group: NcclGroup, members: Sequence[Member]) -> tuple[list[Member], list[Contradiction]]:
-    """The communicators of a capture that are as described, and what speaks against the others."""
-    agreed, errors = [], []
-    for member in members:
-        try:
-            check(group, member)
-            agreed.append(member)
-        except Contradiction as error:
-            errors.append(error)
-    return agreed, errors
 
 
 def _without(found: Sequence[Connection], *bound: Mapping[Edge, Connection]) -> list[Connection]:

@@ -12,7 +12,8 @@ from flowcheck.inspect.nccl_line import PROTOCOL, Line
 from mirror.block import Block
 from reconstruct.nccl.bootstrap import Setup
 from reconstruct.nccl.group import NcclGroup
-from reconstruct.nccl.refusals import REFUSALS, infiniband_frame, reduce_scatter
+from reconstruct.nccl.refusals import REFUSALS
+from reconstruct.nccl.unreadable import infiniband_frame, reduce_scatter
 
 __all__ = ["infiniband", "of_flows", "of_reading", "of_setup", "said"]
 

@@ -6,34 +6,19 @@ ranks rise in the order of their channels, and the lengths of messages tell the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations, islice, permutations, product
 
 from flowcheck.errors import UsageError
 from flowcheck.inspect.nccl_flows import Connection, Flow
-from reconstruct.nccl.bootstrap import Member, NetConnection
+from reconstruct.nccl.bootstrap import Member
 from reconstruct.nccl.group import Edge, NcclGroup, edges
-from reconstruct.nccl.schedule import LL, LL128, RING, SIMPLE, TREE
-from reconstruct.nccl.versions import UnknownVersion, Version, traits
+from reconstruct.nccl.setup import named
+from reconstruct.nccl.versions import Version, traits
 
-__all__ = ["Span", "assignments", "bind", "cut_alike", "member_group", "releases", "same_job", "span_text"]
+__all__ = ["assignments", "bind", "cut_alike"]
 
-Span = tuple[Version, Version]
-_MINORS, _PATCHES = range(18, 31), (0, 2, 7)
 _MOST_ASSIGNMENTS = 48
-
-
-def releases(evidence: Collection[Sequence[Span]]) -> list[Version]:
-    """The known releases that lie, for each piece of evidence, in one of its spans."""
-    result = []
-    for version in ((2, minor, patch) for minor in _MINORS for patch in _PATCHES):
-        try:
-            traits(version)
-        except UnknownVersion:
-            continue
-        if all(any(first <= version <= last for first, last in spans) for spans in evidence):
-            result.append(version)
-    return result
 
 
 def cut_alike(versions: Sequence[Version]) -> bool:
@@ -45,55 +30,7 @@ def cut_alike(versions: Sequence[Version]) -> bool:
     return len(facts) == 1
 
 
-def span_text(first: Version, last: Version) -> str:
-    """2.19, 2.20 to 2.23"""
-    names = [f"{v[0]}.{v[1]}" if v[2] in (0, 99) or v[:2] != (2, 29) else ".".join(map(str, v)) for v in (first, last)]
-    return names[0] if names[0] == names[1] else f"{names[0]} to {names[1]}"
-
-
-# Communicators
-
-
-def member_group(member: Member, version: str, name: str) -> NcclGroup | None:
-    """The communicator as the set-up shows it; None where that does not tell its rings and channels.
-
-    A node is on every ring, so a node whose ring connections were seen shows how many channels there are.
-    """
-    two = member.world_size == 2
-    rings = member.rings or (((0, 1),) if two else ())
-    nodes = member.nodes or ((0, 1) if two else ())
-    seen: dict[int, set[int]] = {}
-    for one in member.connections:
-        if one.kind == "ring" and one.channel >= 0:
-            for rank in (one.sender, one.receiver):
-                seen.setdefault(nodes[rank] if nodes else -1, set()).add(one.channel)
-    counts = {len(channels) for channels in seen.values()}
-    if not rings or not nodes or len(counts) != 1 or any(max(c) + 1 != len(c) for c in seen.values()):
-        return None
-    (channels,) = counts
-    addresses: list[dict[str, None]] = [{} for _ in range(max(nodes) + 1)]
-    for one in member.connections:
-        for rank, gid in ((one.sender, one.sender_gid), (one.receiver, one.receiver_gid)):
-            if rank >= 0:
-                addresses[nodes[rank]][gid] = None
-    # Between two ranks a tree's sums look like copies; NCCL has no reason to use one there.
-    trees = bool(member.chains) and member.world_size > 2
-    return NcclGroup(
-        name=name, world_size=member.world_size, version=version,
-        addresses=tuple(tuple(addresses[node]) for node in nodes), nodes=nodes, channels=channels,
-        rings=tuple(rings[channel % len(rings)] for channel in range(channels)),
-        algorithms=(RING, TREE) if trees else (RING,), protocols=(LL, LL128, SIMPLE),
-        tree_pattern=member.tree_pattern, search_channels=member.search_channels, chains=member.chains, heads=(),
-        nvls_channels=0,
-    )  # fmt: skip
-
-
-def same_job(group: NcclGroup, member: Member) -> bool:
-    """Whether a communicator of the capture runs between the described one's interfaces, rank by rank."""
-    ends = [(one.sender, one.sender_gid) for one in member.connections]
-    ends += [(one.receiver, one.receiver_gid) for one in member.connections]
-    known = [(rank, gid) for rank, gid in ends if rank >= 0]
-    return bool(known) and all(rank < group.world_size and gid in group.addresses[rank] for rank, gid in known)
+# Connections
 
 
 def bind(group: NcclGroup, member: Member, found: Sequence[Connection]) -> dict[Edge, Connection]:
@@ -101,23 +38,9 @@ def bind(group: NcclGroup, member: Member, found: Sequence[Connection]) -> dict[
 
     Raises UsageError where the set-up and the entries on the wire name different senders.
     """
-    by_place = {(edge.channel, edge.sender, edge.receiver): edge for edge in edges(group)}
-    named: dict[Edge, NetConnection] = {}
-    trees: dict[tuple[int, int], list[NetConnection]] = {}
-    for one in member.connections:
-        edge = by_place.get((one.channel, one.sender, one.receiver))
-        if one.kind == "ring" and edge is not None:
-            named[edge] = one
-        elif one.kind == "tree":
-            trees.setdefault((one.sender, one.receiver), []).append(one)
-    for ends, made in trees.items():
-        # A tree makes connections only where the ring has none, one after another by rising channel.
-        own = [edge for edge in by_place.values() if (edge.sender, edge.receiver) == ends and not edge.ring]
-        if len(own) == len(made):
-            own.sort(key=lambda edge: edge.channel)
-            named |= dict(zip(own, sorted(made, key=lambda one: one.receiver_qps), strict=True))
+    known = named(group, member)
     result = {}
-    for edge, told in named.items():
+    for edge, told in known.items():
         for seen in found:
             if told.receiver_qps[0] in seen.pairs and seen.ends == (told.sender_gid, told.receiver_gid):
                 if seen.sender_rank != edge.sender:
@@ -128,7 +51,7 @@ def bind(group: NcclGroup, member: Member, found: Sequence[Connection]) -> dict[
                     )
                 result[edge] = seen
     shown = {one.ends for one in result.values()}
-    for edge, told in named.items():
+    for edge, told in known.items():
         hosts = told.sender_gid, told.receiver_gid
         if edge not in result and hosts in shown:
             result[edge] = _idle(edge, hosts, told.receiver_qps)
@@ -143,30 +66,55 @@ def _idle(edge: Edge, ends: tuple[str, str], pairs: Sequence[int] = (0,)) -> Con
 def assignments(group: NcclGroup, found: Sequence[Connection]) -> Iterator[dict[Edge, Connection]]:
     """Ways in which connections can be the communicator's: senders by their entries, receivers by their addresses,
     channels rising with queue pairs. What is between other addresses belongs to none."""
-    links: dict[tuple[int, int], list[Edge]] = {}
+    mine = [
+        one for one in found
+        if 0 <= one.sender_rank < group.world_size and one.ends[0] in group.addresses[one.sender_rank]
+    ]  # fmt: skip
+    home: dict[str, set[int]] = {}  # the ranks that were seen sending from an address
+    links: dict[tuple[int, str], list[Connection]] = {}
+    for one in sorted(mine, key=lambda one: one.pairs):
+        home.setdefault(one.ends[0], set()).add(one.sender_rank)
+        links.setdefault((one.sender_rank, one.ends[1]), []).append(one)
+    candidates = {}
+    for sender, address in links:
+        own = [edge for edge in edges(group) if edge.sender == sender and address in group.addresses[edge.receiver]]
+        # A rank uses the same adapter both ways, so who sends from an address receives there.
+        candidates[sender, address] = [edge for edge in own if edge.receiver in home.get(address, ())] or own
+    exact = [
+        {link: [edge for edge in own if any(role(edge) for role in roles)] for link, own in candidates.items()}
+        for roles in _USED
+    ]
+    exact = [chosen for chosen in exact if all(len(chosen[link]) == len(seen) for link, seen in links.items())]
+    told: set[frozenset[tuple[Edge, int]]] = set()
+    for chosen in exact or [candidates]:
+        choices = [
+            [list(zip(way, seen, strict=True)) for way in islice(_orders(chosen[link], len(seen)), _MOST_ASSIGNMENTS)]
+            for link, seen in links.items() if 0 < len(seen) <= len(chosen[link])
+        ]  # fmt: skip
+        for way in islice(product(*choices), _MOST_ASSIGNMENTS):
+            bound = dict(chain.from_iterable(way))
+            key = frozenset((edge, id(one)) for edge, one in bound.items())
+            if key not in told and len(bound) == sum(map(len, way)):
+                told.add(key)
+                yield _with_idle(group, bound)
+
+
+_USED: tuple[tuple[Callable[[Edge], bool], ...], ...] = (
+    (lambda edge: edge.ring,), (lambda edge: edge.tree >= 0,), (lambda edge: edge.nvls >= 0,),
+    (lambda edge: edge.ring, lambda edge: edge.tree >= 0), (lambda edge: edge.ring, lambda edge: edge.nvls >= 0),
+    (lambda edge: True,),
+)  # fmt: skip
+"""Algorithms that a job may have used until then: if on every link as many connections were seen as one of these sets
+has, they are these, in their order."""
+
+
+def _with_idle(group: NcclGroup, bound: dict[Edge, Connection]) -> dict[Edge, Connection]:
+    shown = {one.ends for one in bound.values()}
     for edge in edges(group):
-        links.setdefault((edge.sender, group.nodes[edge.receiver]), []).append(edge)
-    choices: list[list[list[tuple[Edge, Connection]]]] = []
-    for (sender, node), candidates in links.items():
-        there = group.addresses[group.nodes.index(node)]
-        mine = sorted(
-            (
-                one for one in found
-                if one.sender_rank == sender and one.ends[0] in group.addresses[sender] and one.ends[1] in there
-            ),
-            key=lambda one: one.pairs,
-        )  # fmt: skip
-        if 0 < len(mine) <= len(candidates):
-            ways = islice(_orders(candidates, len(mine)), _MOST_ASSIGNMENTS)
-            choices.append([list(zip(way, mine, strict=True)) for way in ways])
-    for way in islice(product(*choices), _MOST_ASSIGNMENTS):
-        bound = dict(chain.from_iterable(way))
-        shown = {one.ends for one in bound.values()}
-        for edge in edges(group):
-            own, far = group.addresses[edge.sender], group.addresses[edge.receiver]
-            if edge not in bound and len(own) == len(far) == 1 and (own[0], far[0]) in shown:
-                bound[edge] = _idle(edge, (own[0], far[0]))
-        yield bound
+        own, far = group.addresses[edge.sender], group.addresses[edge.receiver]
+        if edge not in bound and len(own) == len(far) == 1 and (own[0], far[0]) in shown:
+            bound[edge] = _idle(edge, (own[0], far[0]))
+    return bound
 
 
 def _orders(candidates: Sequence[Edge], number: int) -> Iterator[tuple[Edge, ...]]:

@@ -35,7 +35,7 @@ from mirror.roce import QueuePairs, RoceReassembler
 from mirror.spans import Spans
 from reconstruct.buckets import layout, reduced_specs
 from reconstruct.nccl.group import NcclGroup
-from reconstruct.nccl.refusals import tls_record
+from reconstruct.nccl.unreadable import tls_record
 
 __all__ = ["Inspection", "Limits", "PairSeen", "Reduced", "Report", "inspect", "open_files"]
 

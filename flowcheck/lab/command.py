@@ -23,13 +23,13 @@ from flowcheck.lab.nccl_wire_job import ALGORITHMS, PROTOCOLS
     type=click.Choice(TRANSPORTS),
     default=TCP,
     show_default=True,
-    help="tcp: gloo as it is. roce: reduce and send as NCCL does, over RoCEv2.",
+    help="tcp: gloo as it is. roce, socket: reduce and send as NCCL does, over RoCEv2 or its own TCP sockets.",
 )
-@click.option("--nccl-version", default="2.28.9", show_default=True, help="roce: NCCL release, 2.18 to 2.30.")
-@click.option("--algorithm", type=click.Choice(ALGORITHMS), help="roce: of all-reduces.  [default: by size]")
-@click.option("--protocol", type=click.Choice(PROTOCOLS), help="roce: how data lie in messages.  [default: by size]")
-@click.option("--channels", default=1, show_default=True, help="roce: rings, and trees, side by side.")
-@click.option("--rails", default=1, show_default=True, help="roce: network interfaces per node, shared by its ranks.")
+@click.option("--nccl-version", default="2.28.9", show_default=True, help="NCCL: release, 2.18 to 2.30.")
+@click.option("--algorithm", type=click.Choice(ALGORITHMS), help="NCCL: of all-reduces.  [default: by size]")
+@click.option("--protocol", type=click.Choice(PROTOCOLS), help="NCCL: how data lie in messages.  [default: by size]")
+@click.option("--channels", default=1, show_default=True, help="NCCL: rings, and trees, side by side.")
+@click.option("--rails", default=1, show_default=True, help="NCCL: network interfaces per node, shared by its ranks.")
 @click.option(
     "--mirror",
     "mirrors",

@@ -15,7 +15,7 @@ from flowcheck.lab.nccl_wire_job import ALGORITHMS, FRAME_HEADERS, PROTOCOLS, Jo
 MAX_NODES = 200
 DIRECTIONS = {"in": ("in",), "out": ("out",), "both": ("in", "out")}
 NETWORKS = ("training", "management")
-TCP, ROCE = TRANSPORTS = ("tcp", "roce")
+TCP, ROCE, SOCKET = TRANSPORTS = ("tcp", "roce", "socket")
 PATH_MTUS = (1024, 4096)
 # A unix socket's address holds 108 bytes, the last one is zero.
 MAX_IPC_PATH = 107
@@ -45,6 +45,7 @@ class LabConfig:
 
     `transport` tcp: trainers use what they ask for, gloo over the kernel's TCP. roce: whatever they ask for, the
     lab's own backend reduces as the NCCL release `nccl_version` would, and sends what NCCL would send over RoCEv2;
+    socket: the same over the kernel's TCP (NET/Socket).
     `algorithm` and `protocol` None are chosen by size, as NCCL does.
     A node's `rails` interfaces are shared by its ranks: each uses that of its local rank modulo rails.
     `mtu`: of the interfaces (0: 1500); for roce the RDMA path MTU, 1024 or 4096 (0: 1024).
@@ -103,19 +104,19 @@ class LabConfig:
 
     def _check_transport(self) -> None:
         if self.transport not in TRANSPORTS:
-            raise UsageError(f"there is no transport {self.transport!r}: choose tcp or roce")
+            raise UsageError(f"there is no transport {self.transport!r}: choose tcp, roce or socket")
         roce = self.transport == ROCE
         if self.mtu == 0:
             object.__setattr__(self, "mtu", PATH_MTUS[0] if roce else 1500)
-        if roce:
-            if self.mtu not in PATH_MTUS:
-                raise UsageError(f"a path MTU of {self.mtu} is not possible here: choose 1024 or 4096")
+        if roce and self.mtu not in PATH_MTUS:
+            raise UsageError(f"a path MTU of {self.mtu} is not possible here: choose 1024 or 4096")
+        if self.transport != TCP:
             for value, known in ((self.algorithm, ALGORITHMS), (self.protocol, PROTOCOLS)):
                 if value is not None and value not in known:
                     raise UsageError(f"NCCL has no {value!r}: choose {', '.join(known)}")
             self.job()
         elif self.rails != 1:
-            raise UsageError("several rails need --transport roce: TCP uses one interface")
+            raise UsageError("several rails need --transport roce or socket: gloo uses one interface")
 
     def job(self) -> Job:
         """The communicator of all ranks. Raises UsageError for what NCCL does not have."""

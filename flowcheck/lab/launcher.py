@@ -22,7 +22,7 @@ from typing import Any
 
 from flowcheck.errors import FlowcheckError, NoPermission
 from flowcheck.lab import topology
-from flowcheck.lab.config import MAX_IPC_PATH, ROCE, LabConfig, check_command
+from flowcheck.lab.config import MAX_IPC_PATH, TCP, LabConfig, check_command
 from flowcheck.lab.output import LinePrefixer, write_all
 from flowcheck.lab.supervisor import DAEMON, LineReader, to_json
 
@@ -165,7 +165,7 @@ class Lab:
     def _trainer_environment(self) -> dict[str, str]:
         """For the lab's NCCL: where its backend is announced to torch, and where NCCL's log goes."""
         env = child_environment()
-        if self.config.transport == ROCE:
+        if self.config.transport != TCP:
             logs = Path(str(self._folder), "nccl")
             logs.mkdir(exist_ok=True)
             env["NCCL_DEBUG_FILE"] = f"{logs}/%h.%p"

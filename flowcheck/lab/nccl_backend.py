@@ -25,7 +25,9 @@ from torch.futures import Future
 
 from flowcheck.lab import nccl_log
 from flowcheck.lab.nccl_node import Card, Peers, perform, run
-from flowcheck.lab.nccl_wire import SENDRECV, Call, Communicator, Work
+from flowcheck.lab.nccl_setup import SetUp, wanted
+from flowcheck.lab.nccl_sockets import SocketCard
+from flowcheck.lab.nccl_wire import SENDRECV, Call, Communicator, Event, Work, grouped
 from flowcheck.lab.nccl_wire_job import Job
 from flowcheck.lab.nccl_wire_split import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER
 
@@ -77,9 +79,12 @@ class LabGroup(_c10d.ProcessGroup):
         number = int(store.get("number"))
         self._job = Job(size, members=members or tuple(range(size)), number=number, **settings)
         self._comm: Communicator | None = None
+        self._store, self._seconds = store, timeout.total_seconds()
+        self._set_up: SetUp | None = None
         self._inner = self._network(store, timeout)
         self._peers = Peers(store, rank, address, timeout)
-        self._card = Card(self._job.ports[rank].rail)
+        self._card: Card | SocketCard | None = None
+        self._sockets = os.environ.get("NCCL_NET", "").lower() == "socket"
         self._lanes: dict[tuple[str, int], ThreadPoolExecutor] = {}
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work_off, name="lab-nccl", daemon=True)
@@ -117,20 +122,23 @@ class LabGroup(_c10d.ProcessGroup):
         self._thread.join()
         for lane in self._lanes.values():
             lane.shutdown()
-        self._card.close()
+        if self._card is not None:
+            self._card.close()
         self._peers.close()
+        if self._set_up is not None:
+            self._set_up.close()
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        (tensor,) = _one(tensors)
-        op = "sum" if opts is None else _operation(opts.reduceOp)
-        return self._issue(lambda: self._allreduce(tensor, op), tensors)
+        return self.allreduce_coalesced(_one(tensors), opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        if len(tensors) != 1:
-            raise NotImplementedError("the lab's NCCL puts no grouped all-reduces on the wire: reduce one by one")
-        return self.allreduce(tensors, opts)
+        """What torch's coalescing manager makes of several all-reduces: one group call of NCCL."""
+        op = "sum" if opts is None else _operation(opts.reduceOp)
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise NotImplementedError("the lab's NCCL groups all-reduces of one type: make a group of each type")
+        return self._issue(lambda: self._allreduce(tensors, op), tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         (tensor,) = _one(tensors)
@@ -162,7 +170,7 @@ class LabGroup(_c10d.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         """ProcessGroupNCCL's barrier is an all-reduce of one float."""
         zero = torch.zeros(1)
-        return self._issue(lambda: self._allreduce(zero, "sum"), [zero])
+        return self._issue(lambda: self._allreduce([zero], "sum"), [zero])
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
         (tensor,) = _one(tensors)
@@ -181,6 +189,8 @@ class LabGroup(_c10d.ProcessGroup):
         return _c10d._create_work_from_future(future)
 
     def _transfer(self, way: str, peer: int, action: Callable[[], None], value: Any) -> Any:
+        if self._sockets:
+            raise NotImplementedError("the lab's NCCL sends nothing from rank to rank over sockets: --transport roce")
         future: Future[Any] = Future()
         lane = self._lanes.setdefault((way, peer), ThreadPoolExecutor(1))
         lane.submit(_settle, future, action, value)
@@ -194,13 +204,23 @@ class LabGroup(_c10d.ProcessGroup):
         """NCCL makes its communicator at the first call, and says so in its log."""
         if self._comm is None:
             self._comm = Communicator(self._job)
+            if self._sockets:
+                self._card = SocketCard(self._comm, self._rank, self._store, self._seconds)
+            else:
+                self._card = Card(self._job.ports[self._rank].rail)
             path = nccl_log.debug_file(os.environ)
             if path is not None:
                 own = self._comm.of_rank(self._rank)
-                lines = nccl_log.log_lines(self._job, self._rank, own, os.environ)
+                lines = nccl_log.log_lines(self._job, self._rank, own, os.environ, self._sockets)
                 with path.open("a") as log:
                     log.write("".join(f"{line}\n" for line in lines))
+            if wanted(os.environ):
+                self._set_up = SetUp(self._comm, self._rank, self._store, self._seconds)
         return self._comm
+
+    def _put(self, comm: Communicator, work: Work, event: Event, mine: bool) -> None:
+        assert self._card is not None  # `_ready` has made it
+        self._card.put(comm, work, event, mine)
 
     def _gather(self, tensor: torch.Tensor) -> list[np.ndarray]:
         """Every rank's values, over the management network."""
@@ -211,15 +231,18 @@ class LabGroup(_c10d.ProcessGroup):
         return [_array(values) for values in found]
 
     def _perform(self, call: Call) -> Work:
-        work = Work(self._job, call)
-        perform(self._ready(), work, self._rank, self._card, self._peers)
+        work = Work(self._job, call, self._rank)
+        perform(self._ready(), work, self._rank, self._put, self._peers)
         return work
 
-    def _allreduce(self, tensor: torch.Tensor, op: str) -> None:
-        if tensor.numel() and self._size > 1:
-            work = self._perform(Call(ALLREDUCE, self._gather(tensor), _dtype(tensor), op))
+    def _allreduce(self, tensors: list[torch.Tensor], op: str) -> None:
+        """One all-reduce, or the several of a group call."""
+        full = [tensor for tensor in tensors if tensor.numel() and self._size > 1]
+        calls = [Call(ALLREDUCE, self._gather(tensor), _dtype(tensor), op) for tensor in full]
+        for index, work in grouped(self._job, calls, self._rank):
+            perform(self._ready(), work, self._rank, self._put, self._peers)
             assert work.result is not None
-            _write(tensor, work.result)
+            _write(full[index], work.result)
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
         if tensor.numel() and self._size > 1:
@@ -265,10 +288,9 @@ class LabGroup(_c10d.ProcessGroup):
             comm,
             work,
             self._rank,
-            self._card.send,
+            self._put,
             lambda peer: self._inner.send([token], peer, 2 * tag + _SIDE_TAG).wait(),
             lambda peer: self._inner.recv([token], peer, 2 * tag + _SIDE_TAG).wait(),
-            comm.events(work),
         )
 
 

@@ -30,10 +30,11 @@ def debug_file(environment: Mapping[str, str]) -> Path | None:
     return Path(name.replace("%h", socket.gethostname().partition(".")[0]).replace("%p", str(os.getpid())))
 
 
-def log_lines(job: Job, rank: int, connections: list[Connection], environment: Mapping[str, str]) -> Iterator[str]:
+def log_lines(job: Job, rank: int, connections: list[Connection], environment: Mapping[str, str],
+              sockets: bool = False) -> Iterator[str]:
     """What `rank` logs while the communicator comes up, one line each.
 
-    `connections`: those with an end at `rank`, in the order in which they are made.
+    `connections`: those with an end at `rank`, in the order in which they are made. sockets: they are TCP's.
     """
     local = (job.members or tuple(range(job.ranks)))[rank] % job.gpus_per_node
     head = f"{socket.gethostname()}:{os.getpid()}:{threading.get_native_id()} [{local}] NCCL INFO "
@@ -42,9 +43,11 @@ def log_lines(job: Job, rank: int, connections: list[Connection], environment: M
     identity = f"commId 0x{0x1F00D + job.number:x}"
     if rank == 0:
         yield f"NCCL version {job.version}+cuda12.4"
-    devices = " ".join(f"[{rail}]mlx5_{rail}:1/RoCE" for rail in range(job.rails))
-    yield f"{head}NET/IB : Using {devices} [RO]; OOB mgmt0:10.78.0.{job.hosts[rank] + 1}<0>"
-    yield f"{head}Using network IB"
+    if sockets:
+        yield f"{head}NET/Socket : Using [0]train0:{training_address(job.ports[rank], job.ipv6)}<0>"
+        yield f"{head}Using network Socket"
+    else:
+        yield from _adapters(job, rank, head)
     place = f"rank {rank} nranks {job.ranks} cudaDev {local} nvmlDev {local} busId {(local + 1) << 12:x} {identity}"
     yield f"{head}{comm} {place} - Init START"
     for name in sorted(environment):
@@ -69,9 +72,9 @@ def log_lines(job: Job, rank: int, connections: list[Connection], environment: M
     line = "".join(f" [{channel}] {below}->{rank}->{up}" for channel, (below, up) in enumerate(trees))
     yield f"{head}{f'Trees{line}'[:_TREES_LINE]}"
     yield f"{head}P2P Chunksize set to 131072"
-    yield from _connected(job, rank, [c for c in connections if _on_ring(job, c)], head)
+    yield from _connected(job, rank, [c for c in connections if _on_ring(job, c)], head, sockets)
     yield f"{head}Connected all rings"
-    yield from _connected(job, rank, [c for c in connections if not _on_ring(job, c)], head)
+    yield from _connected(job, rank, [c for c in connections if not _on_ring(job, c)], head, sockets)
     yield f"{head}Connected all trees"
     nvls = job.channels if job.algorithm == NVLSTREE else 0
     yield (
@@ -79,6 +82,12 @@ def log_lines(job: Job, rank: int, connections: list[Connection], environment: M
         f"{job.channels} p2p channels per peer"
     )
     yield f"{head}{comm} {place} - Init COMPLETE"
+
+
+def _adapters(job: Job, rank: int, head: str) -> Iterator[str]:
+    devices = " ".join(f"[{rail}]mlx5_{rail}:1/RoCE" for rail in range(job.rails))
+    yield f"{head}NET/IB : Using {devices} [RO]; OOB mgmt0:10.78.0.{job.hosts[rank] + 1}<0>"
+    yield f"{head}Using network IB"
 
 
 def _tree(job: Job, channel: int, rank: int) -> tuple[str, int]:
@@ -93,16 +102,21 @@ def _on_ring(job: Job, connection: Connection) -> bool:
     return ring[(ring.index(connection.sender) + 1) % job.ranks] == connection.receiver
 
 
-def _connected(job: Job, rank: int, connections: list[Connection], head: str) -> Iterator[str]:
+def _connected(
+    job: Job, rank: int, connections: list[Connection], head: str, sockets: bool
+) -> Iterator[str]:  # fmt: skip
     members = job.members or tuple(range(job.ranks))
     device = job.ports[rank].rail
+    network = "Socket" if sockets else "IB"
     for direction in ("receive", "send"):
         for connection in connections:
             ends = (connection.sender, connection.receiver)
             if rank != ends[direction == "receive"]:
                 continue
             a, b = (f"{end}[{members[end] % job.gpus_per_node}]" for end in ends)
-            yield f"{head}Channel {connection.channel:02d}/0 : {a} -> {b} [{direction}] via NET/IB/{device}"
+            yield f"{head}Channel {connection.channel:02d}/0 : {a} -> {b} [{direction}] via NET/{network}/{device}"
+    if sockets:
+        return
     address = ipaddress.ip_address(training_address(job.ports[rank], job.ipv6))
     gid = (b"\0" * 10 + b"\xff\xff" + address.packed)[-16:]
     prefix, interface = struct.unpack("<QQ", gid)

@@ -15,7 +15,6 @@ from typing import Any
 from flowcheck.errors import FlowcheckError
 from flowcheck.lab.addresses import training_interface
 from flowcheck.lab.nccl_wire import DATA, GRANT, TAKEN, Communicator, Event, Work
-from flowcheck.lab.nccl_wire_frames import Frame
 
 _TOKEN = b"."
 
@@ -27,8 +26,9 @@ class Card:
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         self._socket.bind((training_interface(rail), 0))
 
-    def send(self, frames: list[Frame]) -> None:
-        for frame in frames:
+    def put(self, comm: Communicator, work: Work, event: Event, mine: bool) -> None:
+        """An event has come; send this rank's frames for it."""
+        for frame in comm.made(work, event, mine):
             self._socket.send(frame)
 
     def close(self) -> None:
@@ -80,34 +80,30 @@ class Peers:
             link.close()
 
 
-def perform(comm: Communicator, work: Work, rank: int, card: Card, peers: Peers) -> None:
-    """Go through one collective as `rank`: send its frames, each when the others are that far."""
+Put = Callable[[Communicator, Work, Event, bool], None]
+"""Puts on the wire what this rank sends for an event; the last argument says whether the event is its own."""
 
-    def own(lane: Any) -> bool:
-        return rank in (lane.sender, lane.receiver)
 
-    run(comm, work, rank, card.send, peers.tell, peers.wait, comm.events(work, own))
+def perform(comm: Communicator, work: Work, rank: int, put: Put, peers: Peers) -> None:
+    """Go through one collective as `rank`, whose work it is: send its part, each when the others are that far."""
+    run(comm, work, rank, put, peers.tell, peers.wait)
 
 
 def run(
     comm: Communicator,
     work: Work,
     rank: int,
-    send: Callable[[list[Frame]], None],
+    put: Put,
     tell: Callable[[int], None],
     wait: Callable[[int], None],
-    events: Any,
 ) -> None:
-    event: Event
-    for event in events:
+    for event in comm.events(work):
         lane = event.lane
         mine = rank == (lane.sender if event.kind == DATA else lane.receiver)
         other = lane.receiver if rank == lane.sender else lane.sender
         announced = event.kind == DATA or (event.kind == GRANT and event.connection is not None)
         if announced and not mine:
             wait(other)
-        frames = comm.made(work, event, mine)
-        if frames:
-            send(frames)
+        put(comm, work, event, mine)
         if announced and mine and event.kind != TAKEN:
             tell(other)

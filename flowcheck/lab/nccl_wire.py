@@ -7,7 +7,7 @@ alone, sharing nothing with the decoder, so that one mistake cannot hide in both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,7 +20,17 @@ from flowcheck.lab.nccl_wire_job import LL, LL128, NVLSTREE, RING, SIMPLE, TREE,
 from flowcheck.lab.nccl_wire_lanes import Lane, Layout, Piece, connections, layout
 from flowcheck.lab.nccl_wire_link import P2P, P2P_BYTES, Connection, QueuePairs, wire_bytes
 from flowcheck.lab.nccl_wire_payload import Sums, encode, finished, prepared, storage
-from flowcheck.lab.nccl_wire_split import ALLREDUCE, BROADCAST, REDUCESCATTER, Cut
+from flowcheck.lab.nccl_wire_split import (
+    ALLREDUCE,
+    BROADCAST,
+    REDUCESCATTER,
+    Cut,
+    Share,
+    channels_used,
+    group_shares,
+    traffic_class,
+    traffic_weight,
+)
 
 SENDRECV = "sendrecv"
 _LINE_RATE = 12.5
@@ -44,11 +54,10 @@ class Call:
     target: int = 0
 
 
-def chosen(job: Job, call: Call) -> tuple[str, str]:
-    """(algorithm, protocol) of a collective, as the job pins them or NCCL would choose by size."""
+def chosen(job: Job, call: Call, size: int) -> tuple[str, str]:
+    """(algorithm, protocol) of a collective, as the job pins them or NCCL would choose for `size` bytes."""
     if call.kind != ALLREDUCE:
         return RING, job.protocol or LL
-    size = call.inputs[0].nbytes
     algorithm, protocol = job.algorithm, job.protocol
     if algorithm == NVLSTREE and (call.op != "sum" or call.dtype not in _NVLS_TYPES):
         algorithm = TREE
@@ -77,14 +86,19 @@ class Event:
 
 
 GRANT, DATA, TAKEN = "grant", "data", "taken"
+Placed = tuple[str, str, Sequence[Share]]
 
 
 class Work:
-    """One collective on its way: who sends what, and the values."""
+    """One collective on its way: who sends what, and the values. `rank`: only the lanes that end there.
 
-    def __init__(self, job: Job, call: Call) -> None:
+    placed: (algorithm, protocol, what every channel carries), where a group decides about them.
+    """
+
+    def __init__(self, job: Job, call: Call, rank: int | None = None, placed: Placed | None = None) -> None:
         self.call = call
-        self.algorithm, self.protocol = chosen(job, call)
+        choice = chosen(job, call, call.inputs[0].nbytes)
+        self.algorithm, self.protocol, parts = (*choice, None) if placed is None else placed
         self._job = job
         self._arrays = [np.ascontiguousarray(values) for values in call.inputs]
         reducing = call.kind in (ALLREDUCE, REDUCESCATTER)
@@ -110,7 +124,7 @@ class Work:
             self._flat = np.concatenate([a.view(np.uint8).reshape(-1) for a in pieces])
         self.result: np.ndarray | None = None
         cut = Cut(call.kind, self.algorithm, self.protocol, count, self.itemsize)
-        self.layout = layout(job, cut, call.root)
+        self.layout = layout(job, cut, call.root, rank, parts)
         if call.kind == ALLREDUCE:
             self.result = np.empty(count, storage(call.dtype))
             for channel, index, (first, length) in self.layout.results:
@@ -158,6 +172,44 @@ def _transfer(call: Call, size: int) -> Layout:
     return Layout([Lane(0, call.root, call.target, pieces=pieces)], [], 1, 1, P2P_BYTES)
 
 
+def grouped(job: Job, calls: Sequence[Call], rank: int | None = None) -> list[tuple[int, Work]]:
+    """The all-reduces of one group call as NCCL does them, from 2.22 on: (which call, its work), one after another.
+
+    All have one type and operation, and elements. Those within a factor of four of the smallest are tuned as one.
+    """
+    if len(calls) < 2:
+        return [(index, Work(job, call, rank)) for index, call in enumerate(calls)]
+    sizes = [call.inputs[0].nbytes for call in calls]
+    weight = traffic_weight(job, ALLREDUCE)
+    order = sorted(range(len(calls)), key=lambda index: traffic_class(weight * sizes[index]))
+    choices: list[tuple[str, str]] = []
+    cuts: list[Cut] = []
+    used: list[int] = []
+    for batch in _batches(order, sizes):
+        total = sum(sizes[index] for index in batch)
+        choice = chosen(job, calls[batch[0]], total)
+        itemsize = calls[batch[0]].inputs[0].itemsize
+        choices += [choice] * len(batch)
+        cuts += [Cut(ALLREDUCE, *choice, sizes[index] // itemsize, itemsize) for index in batch]
+        used += [channels_used(job, Cut(ALLREDUCE, *choice, total // itemsize, itemsize))] * len(batch)
+    parts = group_shares(job, cuts, used)
+    return [
+        (index, Work(job, calls[index], rank, (*choice, part)))
+        for index, choice, part in zip(order, choices, parts, strict=True)
+    ]
+
+
+def _batches(order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Neighbours in the order whose sizes stay below four times that of the first of them."""
+    found: list[list[int]] = []
+    for index in order:
+        if found and sizes[index] < 4 * sizes[found[-1][0]]:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return found
+
+
 class Communicator:
     """The connections of one job and how far they are."""
 
@@ -181,12 +233,12 @@ class Communicator:
             self._transfers[ends] = self._pairs.connect(0, *ends)
         return self._transfers[ends]
 
-    def events(self, work: Work, wanted: Callable[[Lane], bool] = lambda _: True) -> Iterator[Event]:
-        """Everything that happens on the wanted lanes, each after what it waits for. Take each to its frames with
-        `made` (or `passed` on, where another process makes them) before the next."""
+    def events(self, work: Work) -> Iterator[Event]:
+        """Everything that happens on the work's lanes, each after what it waits for. Take each to its frames with
+        `made` before the next."""
         plan = work.layout
         window = 8 // plan.steps
-        lanes = [lane for lane in plan.lanes if wanted(lane)]
+        lanes = plan.lanes
         bases: dict[int, tuple[Connection | None, int]] = {}
         order = []
         for number, lane in enumerate(lanes):
@@ -229,17 +281,21 @@ Link = tuple[Port, Port]
 
 
 def frames_of(
-    job: Job, calls: Iterable[Call], *, start: int = 1_700_000_000_000_000_000, communicator: Communicator | None = None
+    job: Job,
+    calls: Iterable[Call | Sequence[Call]],
+    *,
+    start: int = 1_700_000_000_000_000_000,
+    communicator: Communicator | None = None,
 ) -> list[tuple[int, Link, bytes]]:
     """(time in ns, link, frame) of everything a cluster sends for these collectives, in the order of sending.
 
-    Pass the same `communicator` again to go on where an earlier call ended.
+    Several in one place are a group call. Pass the same `communicator` again to go on where an earlier call ended.
     """
     comm = Communicator(job) if communicator is None else communicator
     made: list[tuple[int, Link, bytes]] = []
     elapsed = 0.0  # apart from `start`: a float of today's nanoseconds has steps of 256
-    for call in calls:
-        work = Work(job, call)
+    groups = (grouped(job, [call] if isinstance(call, Call) else call) for call in calls)
+    for work in (work for group in groups for _, work in group):
         for event in comm.events(work):
             for frame in comm.made(work, event, True):
                 elapsed += len(frame) / _LINE_RATE

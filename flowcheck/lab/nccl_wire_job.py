@@ -119,13 +119,35 @@ class Job:
 
     def ring(self, channel: int) -> tuple[int, ...]:
         """The ranks in ring order, from rank 0 on."""
+        return self._rings[channel]
+
+    def tree(self, channel: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """(root rank, by rank its children in the order in which they are added)."""
+        return self._trees[channel]
+
+    def head_tree(self, channel: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """NVLSTree: (root node, by node its children); the same nodes for every head."""
+        return self._head_trees[channel % 2]
+
+    @cached_property
+    def _rings(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self._ring(channel) for channel in range(self.channels))
+
+    @cached_property
+    def _trees(self) -> tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]:
+        return tuple(self._tree(channel) for channel in range(self.channels))
+
+    @cached_property
+    def _head_trees(self) -> tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]:
+        return tuple(self._head_tree(shape) for shape in range(2))
+
+    def _ring(self, channel: int) -> tuple[int, ...]:
         search = channel % self.search_channels
         order = tuple(rank for node in range(self.nodes) for rank in self.chain(node, search))
         start = order.index(0)
         return order[start:] + order[:start]
 
-    def tree(self, channel: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """(root rank, by rank its children in the order in which they are added)."""
+    def _tree(self, channel: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
         search, shape = channel % self.search_channels, channel % (2 * self.search_channels) // self.search_channels
         parents = node_parents(self.nodes, shape)
         below = node_children(self.nodes, shape)
@@ -147,9 +169,7 @@ class Job:
         """NVLSTree: ranks per node that have a network interface for themselves."""
         return min(self.rails, *(len(ranks) for ranks in self.node_ranks))
 
-    def head_tree(self, channel: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """NVLSTree: (root node, by node its children); the same nodes for every head."""
-        shape = channel % 2
+    def _head_tree(self, shape: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
         below = tuple(tuple(child for child in pair if child >= 0) for pair in node_children(self.nodes, shape))
         return node_parents(self.nodes, shape).index(-1), below
 

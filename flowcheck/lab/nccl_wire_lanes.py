@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flowcheck.lab.nccl_wire_job import NVLSTREE, RING, SIMPLE, TREE, Job
-from flowcheck.lab.nccl_wire_split import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, Chunk, Cut, shares
+from flowcheck.lab.nccl_wire_split import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, Chunk, Cut, Share, shares
 
 
 class Piece(NamedTuple):
@@ -52,26 +52,31 @@ class Layout:
     """Bytes that the receiver announces for a message of protocol Simple."""
 
 
-def layout(job: Job, cut: Cut, root: int = 0) -> Layout:
-    """All lanes of one collective; `root` is a broadcast's."""
+def layout(
+    job: Job, cut: Cut, root: int = 0, rank: int | None = None, parts: Sequence[Share] | None = None
+) -> Layout:
+    """The lanes of one collective that end at `rank`, None for all; `root` is a broadcast's.
+
+    parts: what every channel carries, where it shares them with others of a group.
+    """
     two_slices = cut.protocol == SIMPLE and cut.algorithm == RING and cut.kind != BROADCAST
     steps, align, room = (2, 4, 1 << 20) if two_slices else (1, 1, 1 << 19)
     lanes: list[Lane] = []
     results: list[tuple[int, int, Chunk]] = []
-    for channel, loops in shares(job, cut):
+    for channel, loops in shares(job, cut) if parts is None else parts:
         if cut.algorithm == RING:
-            lanes += _ring_lanes(job, cut, channel, loops, root, two_slices)
+            lanes += _ring_lanes(job, cut, channel, loops, root, two_slices, rank)
             if cut.kind == ALLREDUCE:
                 results += [(channel, c, chunk) for chunks in loops for c, chunk in enumerate(chunks)]
         elif cut.algorithm == TREE:
             top, children = job.tree(channel)
-            lanes += _tree_lanes(channel, [chunks[0] for chunks in loops], top, children, range(job.ranks), 0)
+            lanes += _tree_lanes(channel, [chunks[0] for chunks in loops], top, children, range(job.ranks), 0, rank)
             results += [(channel, 0, chunks[0]) for chunks in loops]
         else:
             top, children = job.head_tree(channel)
             for head in range(job.heads):
                 ranks = [found[head] for found in job.node_ranks]
-                lanes += _tree_lanes(channel, [c[head] for c in loops], top, children, ranks, head)
+                lanes += _tree_lanes(channel, [c[head] for c in loops], top, children, ranks, head, rank)
                 results += [(channel, head, chunks[head]) for chunks in loops]
     return Layout(lanes, results, steps, align, room)
 
@@ -86,14 +91,14 @@ def _slices(cut: Cut, chunk: Chunk, two: bool) -> list[Chunk]:
 
 
 def _ring_lanes(
-    job: Job, cut: Cut, channel: int, loops: list[list[Chunk]], root: int, two: bool
+    job: Job, cut: Cut, channel: int, loops: list[list[Chunk]], root: int, two: bool, rank: int | None
 ) -> list[Lane]:
     ring, n = job.ring(channel), job.ranks
     lanes = []
     steps = {ALLREDUCE: 2 * (n - 1), ALLGATHER: n - 1, REDUCESCATTER: n - 1, BROADCAST: 1}[cut.kind]
     for i, sender in enumerate(ring):
         receiver = ring[(i + 1) % n]
-        if cut.kind == BROADCAST and receiver == root:
+        if rank not in (None, sender, receiver) or (cut.kind == BROADCAST and receiver == root):
             continue
         lane = Lane(channel, sender, receiver)
         behind_root = (i - ring.index(root)) % n
@@ -125,6 +130,7 @@ def _tree_lanes(
     children: tuple[tuple[int, ...], ...],
     ranks: Sequence[int],
     head: int,
+    rank: int | None,
 ) -> list[Lane]:
     """Both directions of every link of a tree whose places are numbered as in `children`; `ranks`: who is at each."""
     heights: dict[int, int] = {}
@@ -139,6 +145,8 @@ def _tree_lanes(
     lanes = []
     for parent in depths:
         for child in children[parent]:
+            if rank not in (None, ranks[child], ranks[parent]):
+                continue
             rising = [Piece(k + heights[child], *chunk, False) for k, chunk in enumerate(chunks)]
             falling = [Piece(k + top + depths[parent], *chunk, True) for k, chunk in enumerate(chunks)]
             lanes.append(Lane(channel, ranks[child], ranks[parent], True, head, rising))

@@ -85,6 +85,11 @@ class Connection:
     def _buffer_rkey(self, protocol: str) -> int:
         return self._rkey(1 + (LL, LL128, SIMPLE, P2P).index(protocol))
 
+    @property
+    def fifo(self) -> tuple[int, int]:
+        """(address, rkey) of the array of announcements in the sender's memory."""
+        return 0x560000000000 + (self.job.number << 32) + self.ordinal * _FIFO_BYTES, self._rkey(0)
+
     def grant(self, protocol: str, step: int, room: int, make: bool) -> list[Frame]:
         """The receiver announces the slot of `step`; frames only if `make`."""
         flow, number = self.backward[0], self.granted
@@ -105,10 +110,10 @@ class Connection:
         else:
             entry = struct.pack("<QQ8IIIQ", address, room, *[rkey] * 8, 1, self.sender, index)
         slots = 64 if release < (2, 19) else 256
-        fifo = 0x560000000000 + (self.job.number << 32) + self.ordinal * _FIFO_BYTES
+        fifo, key = self.fifo
         place = fifo + number % slots * 8 * len(entry)
         data = np.frombuffer(entry, np.uint8)
-        return frames.write(flow.path, flow.qp, psn, ident, place, self._rkey(0), data, None, self.job.mtu)
+        return frames.write(flow.path, flow.qp, psn, ident, place, key, data, None, self.job.mtu)
 
     def acknowledge_grant(self) -> Frame:
         """The sender acknowledges the announcement of the message that it sends next."""

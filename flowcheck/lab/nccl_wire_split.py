@@ -8,6 +8,7 @@ nothing with `reconstruct`. Lengths are in elements unless they say bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,8 +51,15 @@ def shares(job: Job, cut: Cut) -> list[Share]:
     used, threads = _channels(job, cut)
     if job.release < (2, 20):
         return _walk_together(job, cut, used, threads)
-    parts = _contiguous(job, cut, used, threads) if job.release < (2, 22) else _cells(job, cut, used)
+    if job.release >= (2, 22):
+        return group_shares(job, [cut], [used])[0]
+    parts = _contiguous(job, cut, used, threads)
     return [(channel, _part(job, cut, first, length, used, threads)) for channel, first, length in parts]
+
+
+def channels_used(job: Job, cut: Cut) -> int:
+    """How many channels NCCL gives a collective, or several of a group as if they were one of all their elements."""
+    return _channels(job, cut)[0]
 
 
 def _channels(job: Job, cut: Cut) -> tuple[int, int]:
@@ -201,46 +209,89 @@ def _contiguous(job: Job, cut: Cut, used: int, threads: int) -> list[tuple[int, 
     return parts
 
 
-def _cells(job: Job, cut: Cut, used: int) -> list[tuple[int, int, int]]:
-    """C: (channel, first, length) of each part; cells are numbered through all parts."""
+def group_shares(job: Job, cuts: Sequence[Cut], used: Sequence[int]) -> list[list[Share]]:
+    """C: shares of the collectives of one group, in the order in which the channels take them.
+
+    They lie over the channels one after another, every channel up to the same traffic. `used`: channels that each may
+    use. All are of one kind and type.
+    """
+    if job.release < (2, 22):
+        raise NotImplementedError(f"groups of NCCL {job.version} are not known to the lab: choose 2.22 or later")
+    return [
+        [(channel, _part(job, cut, first, length, among, 0)) for channel, first, length in parts]
+        for cut, among, parts in zip(cuts, used, _cells(job, cuts, used), strict=True)
+    ]
+
+
+def traffic_class(traffic: int) -> int:
+    """C: by which a group is sorted, least traffic first: four classes per power of two of KiB.
+
+    The calls of a class stay in order.
+    """
+    size = min(traffic, 1 << 30) >> 10
+    exponent = max(size.bit_length() - 1, 0)
+    if exponent < 2:
+        return size
+    return (exponent - 1) * 4 + (size >> exponent - 2 & 3)
+
+
+def traffic_weight(job: Job, kind: str, protocol: str | None = None) -> int:
+    """C: bytes of traffic that a byte counts; `protocol` None: for the order of a group."""
+    weight = {ALLREDUCE: 2, BROADCAST: 1}.get(kind, job.ranks)
+    return weight * 4 if protocol == LL and job.release >= (2, 26) else weight
+
+
+def _cells(job: Job, cuts: Sequence[Cut], used: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """C: (channel, first, length) of each collective's parts; cells are numbered through all parts of one."""
     release = job.release
     least = 512 if release < (2, 23) else 16384 if release < (2, 29) else 32768
-    weight = {ALLREDUCE: 2, BROADCAST: 1}.get(cut.kind, job.ranks)
-    if cut.protocol == LL and release >= (2, 26):
-        weight *= 4
-    total = cut.count * cut.itemsize
-    traffic = weight * total
-    if release >= (2, 23):
-        traffic = max(traffic, least)
-    traffic //= used
+    traffic = 0
+    for cut in cuts:
+        own = traffic_weight(job, cut.kind, cut.protocol) * cut.count * cut.itemsize
+        traffic += own if release < (2, 23) else max(own, least)
+    traffic //= min(job.channels, sum(used))
     traffic = _up(traffic, 16) if release >= (2, 29) else max(least, traffic)
-    cell = 16 if release < (2, 23) else _up(math.ceil(least / weight), 16)
-    cells = math.ceil(total / cell)
-    per = min(cells, math.ceil(traffic / (cell * weight)))
-    channel = 0
-    if job.channels == 1:
-        low = cells
-    elif release < (2, 23):
-        low = min(cells, traffic // (cell * weight))
-    else:
-        low = min(cells, math.ceil(traffic / (cell * weight)))
-    middle, high = divmod(cells - low, per)
-    if channel + (low > 0) + middle + (high > 0) > job.channels:
-        middle = job.channels - channel - 2
-        per = (cells - low) // (middle + 1)
-        high = per + (cells - low) % (middle + 1)
-    if high == 0 and middle > 0:
-        high, middle = per, middle - 1
-    if low == 0:
-        channel += 1
-        if middle == 0:
-            low, high = high, 0
+    channel = filled = 0
+    found = []
+    for cut in cuts:
+        weight = traffic_weight(job, cut.kind, cut.protocol)
+        cell = 16 if release < (2, 23) else _up(math.ceil(least / weight), 16)
+        cells = math.ceil(cut.count * cut.itemsize / cell)
+        per = min(cells, math.ceil(traffic / (cell * weight)))
+        if channel + 1 == job.channels:
+            low = cells
+        elif release < (2, 23):
+            low = min(cells, (traffic - filled) // (cell * weight))
         else:
-            low, middle = per, middle - 1
-    sizes = [size * cell // cut.itemsize for size in (low, *[per] * middle, high) if size]
-    sizes[-1] -= sum(sizes) - cut.count
-    firsts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).tolist()
-    return [(channel + i, first, size) for i, (first, size) in enumerate(zip(firsts, sizes, strict=True))]
+            low = min(cells, math.ceil((traffic - filled) / (cell * weight)))
+        middle, high = divmod(cells - low, per)
+        if channel + (low > 0) + middle + (high > 0) > job.channels:
+            middle = job.channels - channel - 2
+            per = (cells - low) // (middle + 1)
+            high = per + (cells - low) % (middle + 1)
+        if high == 0 and middle > 0:
+            high, middle = per, middle - 1
+        if low == 0:
+            channel += 1
+            if middle == 0:
+                low, high = high, 0
+            else:
+                low, middle = per, middle - 1
+        in_cells = [size for size in (low, *[per] * middle, high) if size]
+        sizes = [size * cell // cut.itemsize for size in in_cells]
+        sizes[-1] -= sum(sizes) - cut.count
+        firsts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).tolist()
+        found.append([(channel + i, first, size) for i, (first, size) in enumerate(zip(firsts, sizes, strict=True))])
+        last = weight * (sizes[-1] * cut.itemsize if release < (2, 23) else in_cells[-1] * cell)
+        if high:
+            channel, filled = channel + len(sizes) - 1, last
+        elif middle:
+            channel, filled = channel + len(sizes), 0
+        else:
+            filled += last
+        if filled >= traffic and channel + 1 != job.channels:
+            channel, filled = channel + 1, 0
+    return found
 
 
 def _part(job: Job, cut: Cut, first: int, length: int, used: int, threads: int) -> list[list[Chunk]]:

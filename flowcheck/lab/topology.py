@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flowcheck.errors import FlowcheckError
 from flowcheck.lab import addresses
 from flowcheck.lab.addresses import Port, training_interface, training_mac
-from flowcheck.lab.config import ROCE, LabConfig
+from flowcheck.lab.config import ROCE, SOCKET, TCP, LabConfig
 from flowcheck.lab.namespaces import enter_network
 
 if TYPE_CHECKING:
@@ -257,12 +257,12 @@ def trainer_environment(config: LabConfig, rank: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         # A killed rank must not take its last lines with it.
         "PYTHONUNBUFFERED": "1",
-        **(_nccl_environment(config, rank) if config.transport == ROCE else {}),
+        **(nccl_environment(config, rank) if config.transport != TCP else {}),
         **config.env,
     }
 
 
-def _nccl_environment(config: LabConfig, rank: int) -> dict[str, str]:
+def nccl_environment(config: LabConfig, rank: int) -> dict[str, str]:
     """What a job with NCCL pinned like this lab has in its environment, and what the lab's backend needs to know."""
     settings = {
         **config.nccl(),
@@ -276,6 +276,7 @@ def _nccl_environment(config: LabConfig, rank: int) -> dict[str, str]:
         "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,NET,ENV",
         "NCCL_SOCKET_IFNAME": MANAGEMENT,
         "NCCL_IB_HCA": ",".join(f"mlx5_{rail}" for rail in range(config.rails)),
+        **({"NCCL_NET": "Socket"} if config.transport == SOCKET else {}),
         "NCCL_MIN_NCHANNELS": str(config.channels),
         "NCCL_MAX_NCHANNELS": str(config.channels),
     }

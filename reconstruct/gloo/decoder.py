@@ -142,6 +142,10 @@ class GlooDecoder:
             return self._held.placed[group, tag] == (size, itemsize)
         return self._reports.fits_raw(group, tag, size, itemsize)
 
+    def may_fit(self, group: str, tag: int, size: int, itemsize: int) -> bool:
+        """Whether an all-reduce that was announced or planned RAW may still prove to be of that size."""
+        return (group, tag) not in self._held.placed and self._reports.may_fit_raw(group, tag, size, itemsize)
+
     def place(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
         """Place an all-reduce that was planned RAW, now that its size is known.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import load_u64
 from reconstruct.gloo.schedule import MAX_SEGMENT
 
@@ -58,7 +59,7 @@ def valid(address: int, strict: bool) -> bool:
     return not (kind == _ALLREDUCE and length > MAX_SEGMENT)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def search(address: int, count: int) -> int:
     """First position p in 0..count-48 with a preamble at address + p, or -1."""
     for position in range(count - PREAMBLE_BYTES + 1):

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import copy, equal, load_u8, load_u32, load_u64
 from mirror.spans import CLOSE, CONFLICT, DATA, DUPLICATE, HOLE, OPEN
 from reconstruct.gloo import state as g
@@ -37,7 +38,7 @@ _MAX_HELLO = 1 << 24
 _LOG_MARGIN = 16
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _data(state: State, lane: int, offset: int, address: int, count: int, ts: int) -> int:
     """Bytes of a lane's stream; cursor[C_AT] of them are used already."""
     row = state.lanes[lane]
@@ -115,7 +116,7 @@ def _data(state: State, lane: int, offset: int, address: int, count: int, ts: in
             cursor[g.C_AT] = count
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _hole(state: State, lane: int, length: int, ts: int) -> None:
     """`length` bytes of the stream are missing: skipped where a payload is known, else framing is lost."""
     row = state.lanes[lane]
@@ -157,7 +158,7 @@ def _hole(state: State, lane: int, length: int, ts: int) -> None:
             return
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _again(state: State, lane: int, offset: int, address: int, count: int, ts: int) -> int:
     """A second copy of delivered bytes: compared where the first is held, late bytes of a hole are placed."""
     for number in range(g.RECENT):
@@ -182,7 +183,7 @@ def _again(state: State, lane: int, offset: int, address: int, count: int, ts: i
     return GO_ON
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _disputed(state: State, lane: int, offset: int, count: int) -> None:
     """Two copies of delivered bytes differ and which is right is not known."""
     known = np.int64(0)
@@ -203,7 +204,7 @@ def _disputed(state: State, lane: int, offset: int, count: int) -> None:
         note(state, g.LOG_DOUBT, lane, offset, offset + count, 0, 0, 0)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _head(state: State, flow: int, address: int, count: int) -> int:
     """Classify a flow by its first bytes; FOUND when it is gloo, with a whole preamble as the last bytes of head."""
     peer = state.peer[flow]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import copy, load_u8, load_u64
 from reconstruct.gloo import state as g
 from reconstruct.gloo.framing import PREAMBLE_BYTES, search, valid
@@ -24,7 +24,7 @@ GO_ON = -1
 _MAX_BAD = 1000
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def note(state: State, what: int, lane: int, a: int, b: int, c: int, d: int, e: int) -> None:
     number = state.cursor[g.C_LOG]
     row = state.log[number]
@@ -32,13 +32,13 @@ def note(state: State, what: int, lane: int, a: int, b: int, c: int, d: int, e: 
     state.cursor[g.C_LOG] = number + 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _after(tag: int, than: int) -> bool:
     """Whether `tag` comes after `than` in a counter of 32 bits; -1 comes before all."""
     return than < 0 or 0 < ((tag - than) & 0xFFFFFFFF) < 0x80000000
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _entry(state: State, lane: int, slot: int) -> int:
     """Index of the lane's entry for `slot`, made if need be."""
     row, entries = state.lanes[lane], state.entries[lane]
@@ -57,7 +57,7 @@ def _entry(state: State, lane: int, slot: int) -> int:
     return hot
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _make_entry(state: State, lane: int, slot: int) -> int:
     """Take the emptiest, then the longest unused entry. A tag that was given up is never taken for a new one."""
     row, entries = state.lanes[lane], state.entries[lane]
@@ -97,7 +97,7 @@ def _make_entry(state: State, lane: int, slot: int) -> int:
     return best
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def place(state: State, lane: int, meta: int, offset: int, source: int, count: int, sender: int,
                    ts: int) -> None:
     done = deposit(meta, offset, source, count, sender, ts)
@@ -111,7 +111,7 @@ def place(state: State, lane: int, meta: int, offset: int, source: int, count: i
         state.cursor[g.C_PLACED] += count
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _begin_payload(state: State, lane: int, number: int, slot: int, length: int) -> int:
     """Start the payload announced by the preamble at hand, or say what Python must answer first."""
     row, entry = state.lanes[lane], state.entries[lane, number]
@@ -157,7 +157,7 @@ def _begin_payload(state: State, lane: int, number: int, slot: int, length: int)
     return GO_ON
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def end_payload(state: State, lane: int, ts: int) -> None:
     row = state.lanes[lane]
     row[g.MODE] = g.PREAMBLE
@@ -177,7 +177,7 @@ def end_payload(state: State, lane: int, ts: int) -> None:
         note(state, g.LOG_DONE, lane, entry[g.SLOT], 0, 0, 0, 0)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def lose_framing(state: State, lane: int, known: int) -> None:
     """The next message border is not known. known: the last one is, at POSITION - HAVE."""
     row = state.lanes[lane]
@@ -186,7 +186,7 @@ def lose_framing(state: State, lane: int, known: int) -> None:
     note(state, g.LOG_GAP, lane, 0, 0, 0, 0, 0)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def act_on_preamble(state: State, lane: int) -> int:
     """Act on the 48 bytes in `pre`."""
     row = state.lanes[lane]
@@ -227,7 +227,7 @@ def act_on_preamble(state: State, lane: int) -> int:
     return GO_ON
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def scan(state: State, lane: int, address: int, count: int) -> int:
     """Look for a preamble in `count` new bytes and in the up to 47 kept before them; returns bytes used."""
     row = state.lanes[lane]

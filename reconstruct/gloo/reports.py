@@ -223,6 +223,16 @@ class Reports:
         short = any(link.untouched and not every for (_, link), every in zip(links, whole, strict=True))
         return any(whole) and not wrong and not short and (landing is None or landing.size == size)
 
+    def may_fit_raw(self, group: str, tag: int, size: int, itemsize: int) -> bool:
+        """See `GlooDecoder.may_fit`; of one that was not placed."""
+        member, slot = self._lanes.members[group], slot_of(ALLREDUCE, tag)
+        if not any(self._lanes.entry(lane, slot) is not None for lane in self._lanes.of_group(member.number)):
+            return False
+        landing, world = self._held.landings.get((group, tag)), member.group.world_size
+        against = any(link.contradicts(size, itemsize, world) for _, link in self._raw_links(group, tag))
+        fine = not against and (landing is None or landing.size == size)
+        return fine and not self.fits_raw(group, tag, size, itemsize)
+
     def place_raw(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
         """See `GlooDecoder.place`."""
         if (group, tag) not in self._held.placed and not self.fits_raw(group, tag, size, itemsize):

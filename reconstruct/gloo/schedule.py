@@ -15,6 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from mirror.internal import internal
+
 __all__ = [
     "MAX_SEGMENT", "broadcast_links", "counts", "first_length", "infer_size", "lengths", "message", "ring", "total",
 ]
@@ -34,7 +36,7 @@ def ring(size: int, itemsize: int, world: int) -> tuple[int, int, int, int, int]
     return largest, segments, segments // world, segment, (-(-size // segment) if segment else 0)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _phase(first: int, span: int, segments: int, filled: int) -> tuple[int, int]:
     """Non-empty segments among first, first+1, ... (`span` of them, mod `segments`): before the wrap and after it."""
     end = first + span

@@ -23,6 +23,7 @@ from reconstruct.nccl.script import T_FINAL, T_FIRST, agree
 
 __all__ = ["Bound", "Connection", "Fit", "Match", "Reader", "Use", "first_of"]
 
+_MOST_WAYS = 2000
 _LOOK_BACK = 256  # messages among which the last partial sum is looked for
 
 
@@ -54,6 +55,8 @@ class Connection:
     number: int = 0
     step: int = 0
     exact: bool = False
+    announced: int = -1
+    """Messages before the group's first, by the numbers of CTS entries; -1: not known."""
 
     def add(self, tag: int, blueprint: Blueprint, part: Part, meta: int) -> None:
         """The next collective."""
@@ -61,6 +64,11 @@ class Connection:
         self.uses.append(Use(tag, blueprint, part, meta, self.number, base, self.exact))
         self.number += part.messages
         self.step = base + blueprint.steps(part)
+
+    def reached(self, pair: int) -> int:
+        """Number of the first message behind the collectives that a queue pair's lane knows."""
+        done = self.done.get(pair, 0)
+        return self.uses[done].number if done < len(self.uses) else self.number
 
     def learn(self, lanes: Lanes) -> None:
         """Take over what flags have told of the newest collective's step."""
@@ -151,6 +159,32 @@ def _given(lane: Lane, table: np.ndarray, start: int) -> int:
     return 0
 
 
+def _only_way(lanes: list[int], ends: list[tuple[int, int]], fits: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The only way to give each place a lane, as (lane, place): between the same two ranks rising lanes have rising
+    places, which are in order; [] if there are several ways or none, or too many to try.
+
+    ends: (sender, receiver) of each place; fits: (lane, place) that agree.
+    """
+    found: list[list[tuple[int, int]]] = []
+    tries = 0
+
+    def extend(chosen: list[tuple[int, int]]) -> None:
+        nonlocal tries
+        tries += 1
+        place = len(chosen)
+        if place == len(ends):
+            found.append(chosen)
+            return
+        used = {lane for lane, _ in chosen}
+        low = max((lane for lane, at in chosen if ends[at] == ends[place]), default=-1)
+        for lane in lanes:
+            if lane > low and lane not in used and (lane, place) in fits and len(found) < 2 and tries < _MOST_WAYS:
+                extend([*chosen, (lane, place)])
+
+    extend([])
+    return found[0] if len(found) == 1 and tries < _MOST_WAYS else []
+
+
 class Reader:
     """Compares the kept messages of lanes with collectives."""
 
@@ -164,15 +198,14 @@ class Reader:
         """The longest message that was seen in one packet."""
 
     def table(self, use_part: Part, blueprint: Blueprint, lane: Lane, pair: int, number: int, base: int,
-              apart: bool) -> tuple[np.ndarray | None, bool]:
-        """(messages of a collective on a lane, whether only the path MTU or its decoding is the reason for None)."""
+              apart: bool) -> np.ndarray | None:
+        """Messages of a collective on a lane; None as long as the path MTU must be known first."""
         mtu = lane.mtu or self.mtu
         if not mtu:
             if use_part.largest > max(SURE_MTU, self.longest):
-                return None, True
+                return None
             mtu = 4096
-        found = blueprint.table(use_part, mtu, apart, self.pairs, self.split, pair, number, base)
-        return found, found is None
+        return blueprint.table(use_part, mtu, apart, self.pairs, self.split, pair, number, base)
 
     def seen(self, lane: Lane) -> np.ndarray:
         """int64[n, 3] as `script.agree` wants it."""
@@ -196,9 +229,9 @@ class Reader:
         matched = given = 0
         whole = True
         for part, blueprint, number, base in uses:
-            table, waiting = self.table(part, blueprint, lane, pair, number + phase, base, apart)
+            table = self.table(part, blueprint, lane, pair, number + phase, base, apart)
             if table is None:
-                return Fit(matched, False, waiting=waiting)
+                return Fit(matched, False, waiting=True)
             count = len(table) - 1
             if count == 0:
                 continue
@@ -232,18 +265,20 @@ class Reader:
         for at, lane in enumerate(lanes):
             for place, (number, pair) in enumerate(slots):
                 found = self._phases(lane, connections[number], pair, extra, apart)
-                if found is not None:
+                if found is not None and lane.named in (-1, number):
                     fits[at, place] = found
         able = [at for at in range(len(lanes)) if any((at, place) in fits for place in range(len(slots)))]
         if len(able) > len(slots):  # collectives follow one another: the others have carried something of a later one
             able = sorted(sorted(able, key=lambda at: lanes[at].queue[0].time)[: len(slots)])
         best = [max((fits[a, p][0] for a, p in fits if a == at), key=lambda fit: fit.matched) for at in able]
         waiting = any(fit.waiting for fit, _ in fits.values())
-        ranks = {(connections[number].edge.sender, connections[number].edge.receiver) for number, _ in slots}
+        ranks = {self._ends(connections[number]) for number, _ in slots}
         places: list[Bound] = []
-        if able and len(able) == len(slots) and len(ranks) == 1 and not waiting:
+        if able and len(able) == len(slots) and not waiting:
             chosen = [(at, place) for place, at in enumerate(able)]
-            if all(key in fits and fits[key][1] >= 0 for key in chosen):
+            if len(ranks) > 1:
+                chosen = _only_way(able, [self._ends(connections[number]) for number, _ in slots], set(fits))
+            if chosen and all(key in fits and fits[key][1] >= 0 for key in chosen):
                 places = [Bound(lanes[at], *slots[place], fits[at, place][1]) for at, place in chosen]
         return Match(
             places,
@@ -258,6 +293,10 @@ class Reader:
             max((fit.given for fit in best), default=0),
             waiting,
         )  # fmt: skip
+
+    @staticmethod
+    def _ends(connection: Connection) -> tuple[int, int]:
+        return connection.edge.sender, connection.edge.receiver
 
     def strange(self, lane: Lane, connections: Iterable[Connection]) -> bool:
         """Whether a lane contradicts all connections that it could be of, each of which has carried something."""

@@ -21,7 +21,7 @@ from reconstruct.nccl.schedule import (
     messages,
     places,
 )
-from reconstruct.nccl.script import T_WIRE, rare_steps, script, whole_units
+from reconstruct.nccl.script import T_WIRE, rare_steps, script
 from reconstruct.nccl.split import Collective
 
 __all__ = ["Blueprint", "Blueprints", "Part"]
@@ -92,8 +92,8 @@ class Blueprint:
         return Part(row, position, len(where), where, tuple(wires.tolist()))
 
     def table(self, part: Part, mtu: int, apart: bool, pairs: int, split: bool, pair: int, number: int,
-              base: int) -> np.ndarray | None:
-        """The table of one queue pair (see `script.script`); None if its packets cannot be decoded one by one."""
+              base: int) -> np.ndarray:
+        """The table of one queue pair (see `script.script`)."""
         rare = rare_steps(part.row, base, part.messages)
         phase = 0 if split else number % pairs
         key = id(part), mtu, apart, pairs, split, pair, phase, base if rare else 0
@@ -101,8 +101,7 @@ class Blueprint:
             made = script(part.places, part.row, mtu, apart, pairs, split, pair, phase, base if rare else 0)
             self._home.spend(made.nbytes)
             self._tables[key] = made
-        found = self._tables[key]
-        return found if whole_units(found, self.call.protocol, mtu) else None
+        return self._tables[key]
 
     def steps(self, part: Part) -> int:
         """By how much the connection's step counter advances."""

@@ -8,24 +8,16 @@ Seen only where the network of NCCL_SOCKET_IFNAME is mirrored; what was not seen
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from flowcheck.errors import FlowcheckError
-from mirror.flows import Flows
-from mirror.spans import DATA, HOLE, OPEN, Spans
-from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.graph_records import GraphRecord, chains, heads, rings
 from reconstruct.nccl.tree import node_numbers
 from reconstruct.nccl.versions import ConnectionBlock, GraphInfo, Version, block_versions, parse, traits
 
-__all__ = [
-    "Contradiction", "Member", "NetConnection", "SetUpStream", "Setup", "SetupWatcher", "check", "read_setup",
-]
+__all__ = ["HELLO", "MAGIC", "Member", "NetConnection", "SetUpStream", "Setup", "Span", "may_begin", "read_setup"]
 
 Endpoint = tuple[str, int]
 Span = tuple[Version, Version]
@@ -33,12 +25,11 @@ Span = tuple[Version, Version]
 MAGIC = 0x564AB9F2FC4B9D6C
 """Of connections that are not the bootstrap's; NCCL_SOCKET_MAGIC changes it from 2.30.7 on."""
 BOOTSTRAP, NET_IB = 1, 4
-_HELLO = 12
+HELLO = 12
+"""Bytes with which a connection begins: magic and type."""
 _ADDRESS = 28
-_MOST_MESSAGE = 1 << 20
-_MOST_STREAM = 4 << 20
-_MOST_BYTES = 64 << 20
-_MOST_STREAMS = 1 << 16
+MOST_MESSAGE = 1 << 20
+"""Bytes of a message of the bootstrap."""
 _MOST_RANKS = 1 << 16
 _KINDS = {0: "p2p", 1: "ring", 2: "tree", 4: "nvls"}
 
@@ -57,10 +48,6 @@ for _release in _RELEASES:
         _BLOCKS.append((_lead, _known.block))
 
 
-class Contradiction(FlowcheckError):
-    """What was said of a job and what its traffic shows cannot both be."""
-
-
 @dataclass(slots=True)
 class SetUpStream:
     """The first bytes of both directions of a connection, without holes."""
@@ -69,6 +56,8 @@ class SetUpStream:
     destination: Endpoint
     forward: bytearray = field(default_factory=bytearray)
     backward: bytearray = field(default_factory=bytearray)
+    over: bool = False
+    """Whether an end has closed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +103,35 @@ class Member:
     chains: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """As in NcclGroup, as far as the network's links need it."""
     heads: tuple[tuple[int, ...], ...] = ()
-    channels: int = 0
-    """Most receive connections of one ring message: a lower bound; 0: none seen."""
+    headless: bool = False
+    """Whether the records of all ranks say that there are no NVLS heads."""
+    wired: tuple[tuple[int, int, int], ...] = ()
+    """(sender, receiver, channels) of every pair whose ring connections were seen being made."""
     connections: tuple[NetConnection, ...] = ()
+    over: bool = False
+    """Whether the connections around the ring of ranks, which live as long as the communicator, were closed."""
+
+    @property
+    def channels(self) -> int:
+        """How many there are: a node is on every ring, so one whose ring connections were all seen being made shows
+        it. 0: not known."""
+        rings = self.rings or (((0, 1),) if self.world_size == 2 else ())
+        nodes = self.nodes or ((0, 1) if self.world_size == 2 else ())
+        seen = {(sender, receiver): count for sender, receiver, count in self.wired}
+        counts = set()
+        for node in set(nodes) if rings else ():
+            into = {
+                (ring[i - 1], rank) for ring in rings for i, rank in enumerate(ring)
+                if nodes[rank] == node != nodes[ring[i - 1]]
+            }  # fmt: skip
+            if into and into <= seen.keys():
+                counts.add(sum(seen[pair] for pair in into))
+        return counts.pop() if len(counts) == 1 else 0
+
+    @property
+    def least_channels(self) -> int:
+        """A lower bound of `channels`; 0: none seen."""
+        return max((count for _, _, count in self.wired), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +160,10 @@ def _address(data: bytes, at: int = 0) -> Endpoint | None:
 
 def _messages(stream: bytes | bytearray) -> list[bytes] | None:
     """The messages after the hello that are complete; None if this is no bootstrap connection."""
-    at, found = _HELLO, []
+    at, found = HELLO, []
     while at + 4 <= len(stream):
         (size,) = struct.unpack_from("<i", stream, at)
-        if not 0 < size <= _MOST_MESSAGE:
+        if not 0 < size <= MOST_MESSAGE:
             return None
         if at + 4 + size > len(stream):
             break
@@ -161,11 +176,11 @@ def _block(stream: SetUpStream, qps: int) -> NetConnection | None:
     """The connection that a type 4 stream made, once both blocks and the sender's "ready" have passed."""
     for lead, block in _BLOCKS:
         forward, backward = bytes(stream.forward), bytes(stream.backward)
-        if len(forward) != _HELLO + lead + block.size + 4 or len(backward) != lead + block.size:
+        if len(forward) != HELLO + lead + block.size + 4 or len(backward) != lead + block.size:
             continue
-        if forward[-4:] != b"\x01\0\0\0" or (lead and not _device_lists(forward[_HELLO:], backward)):
+        if forward[-4:] != b"\x01\0\0\0" or (lead and not _device_lists(forward[HELLO:], backward)):
             continue
-        ours, theirs = forward[_HELLO + lead : -4], backward[lead:]
+        ours, theirs = forward[HELLO + lead : -4], backward[lead:]
         (fifo,) = struct.unpack_from("<Q", ours, block.fifo_address)
         (rkey,) = struct.unpack_from("<I", ours, block.fifo_rkey)
         return NetConnection(
@@ -202,11 +217,12 @@ class _Gathering:
         self.graphs: dict[int, bytes] = {}
         self.wired: list[tuple[int, Endpoint, int, list[Endpoint]]] = []
         """(sender of the message, its destination, tag, listeners of its receive connections)"""
+        self.over = False
 
     def take(self, stream: SetUpStream) -> None:
         for data, way in ((stream.forward, stream.destination), (stream.backward, stream.source)):
             begins_here = data is stream.forward
-            messages = _messages(data if begins_here else bytes(_HELLO) + bytes(data)) or []
+            messages = _messages(data if begins_here else bytes(HELLO) + bytes(data)) or []
             if not messages:
                 continue
             if len(messages[0]) == 64 and begins_here:
@@ -217,27 +233,29 @@ class _Gathering:
                 rank, tag = (int.from_bytes(message, "little", signed=True) for message in messages[:2])
                 if begins_here and 0 <= rank < _MOST_RANKS:
                     self.wired.append((rank, way, tag, _listeners(messages[2])))
-            else:
-                self._gathered(messages)
+            elif self._gathered(messages):
+                self.over |= stream.over
 
-    def _gathered(self, messages: list[bytes]) -> None:
-        """All-gathers around the ring of ranks: in every one, message k is of the rank k places before the sender."""
+    def _gathered(self, messages: list[bytes]) -> bool:
+        """All-gathers around the ring of ranks: in every one, message k is of the rank k places before the
+        sender. False if these are none."""
         graphs = [k for k, message in enumerate(messages) if len(message) in _GRAPHS]
         count = len(graphs)
         if not count or graphs[-1] - graphs[0] != count - 1 or graphs[0] < 2 * count:
-            return
+            return False
         infos = messages[graphs[0] - count : graphs[0]]
         ranks = [int.from_bytes(info[:4], "little", signed=True) for info in infos]
         if min(len(info) for info in infos) < 32 or len(set(ranks)) != count or min(ranks) < 0:
-            return
+            return False
         for rank, info, graph, address in zip(ranks, infos, messages[graphs[0] :], messages, strict=False):
             if rank >= _MOST_RANKS:
-                return
+                return False
             self.hosts[rank] = int.from_bytes(info[16:24], "little")
             self.graphs[rank] = graph
             listens = _address(address) if len(address) == _ADDRESS else None
             if listens is not None:
                 self.addresses[rank] = listens
+        return True
 
     def member(self) -> Member:
         sizes = {len(graph) for graph in self.graphs.values()}
@@ -248,16 +266,26 @@ class _Gathering:
         world = self.world or (max(self.graphs) + 1 if self.graphs else 0)
         full = world > 0 and set(self.graphs) == set(range(world))
         addresses = tuple(self.addresses.get(rank) for rank in range(world))
-        channels = max((len(found) for _, _, tag, found in self.wired if tag & 0x7F == 1), default=0)
-        if not full or len(_GRAPHS[size]) > 1:
-            return Member(self.magic, world, versions, addresses, channels=channels)
-        nodes = tuple(node_numbers([str(self.hosts[rank]) for rank in range(world)]))
-        records = [_Graph(self.graphs[rank], _GRAPHS[size][0]) for rank in range(world)]
-        pattern, search, chains = _chains(records, nodes)
-        return Member(
-            self.magic, world, versions, addresses, nodes, _rings(records, nodes), pattern, search, chains,
-            _heads(records, nodes), channels,
+        seen = Member(
+            self.magic, world, versions, addresses, wired=self._pairs(addresses), over=self.over,
         )  # fmt: skip
+        if not full or len(_GRAPHS[size]) > 1:
+            return seen
+        nodes = tuple(node_numbers([str(self.hosts[rank]) for rank in range(world)]))
+        records = [GraphRecord(self.graphs[rank], _GRAPHS[size][0]) for rank in range(world)]
+        pattern, search, found = chains(records, nodes)
+        headless = _GRAPHS[size][0].head_count >= 0 and not any(record.head_count for record in records)
+        return replace(
+            seen, nodes=nodes, rings=rings(records, nodes), tree_pattern=pattern, search_channels=search,
+            chains=found, heads=heads(records, nodes), headless=headless,
+        )  # fmt: skip
+
+    def _pairs(self, addresses: tuple[Endpoint | None, ...]) -> tuple[tuple[int, int, int], ...]:
+        counts: dict[tuple[int, int], set[int]] = {}
+        for receiver, to, tag, listeners in self.wired:
+            if tag & 0x7F == 1 and listeners and to in addresses:
+                counts.setdefault((addresses.index(to), receiver), set()).add(len(listeners))
+        return tuple((*pair, min(told)) for pair, told in sorted(counts.items()) if len(told) == 1)
 
 
 def _versions(size: int) -> list[Span]:
@@ -281,80 +309,6 @@ def _listeners(records: bytes) -> list[Endpoint]:
     return []
 
 
-class _Graph:
-    """One rank's record."""
-
-    def __init__(self, data: bytes, form: GraphInfo) -> None:
-        self.form = form
-        self.values = np.frombuffer(data, "<i4")
-        self.tree_pattern = int(self.values[form.tree_pattern // 4])
-        self.tree_channels = int(self.values[form.tree_channels // 4])
-        self.ring_channels = int(self.values[form.ring_channels // 4])
-        self.head_count = int(self.values[form.head_count // 4]) if form.head_count >= 0 else 0
-
-    def at(self, offset: int, channel: int, array: int = 0) -> int:
-        return int(self.values[offset // 4 + array * self.form.channels + channel])
-
-
-def _firsts(nodes: tuple[int, ...]) -> list[int]:
-    """The lowest rank of each node: any rank's record speaks for its node."""
-    return [nodes.index(node) for node in range(max(nodes) + 1)]
-
-
-def _rings(records: list[_Graph], nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The ring of each search channel; () if one of them is no ring over all ranks."""
-    count = min(record.ring_channels for record in records)
-    rings = []
-    for channel in range(count if 0 < count <= records[0].form.channels else 0):
-        firsts = [records[rank] for rank in _firsts(nodes)]
-        form = records[0].form
-        into = [record.at(form.ring_receive, channel, 0) for record in firsts]
-        out = [record.at(form.ring_receive, channel, 1) for record in firsts]
-        # Inside a node along ringNext; from a node's last GPU to the first one of the next node.
-        after = {rank: record.at(form.ring_receive, channel, 3) for rank, record in enumerate(records)}
-        after |= {rank: into[(node + 1) % len(into)] for node, rank in enumerate(out)}
-        ring = [0]
-        while len(ring) < len(nodes) and after[ring[-1]] in after:
-            ring.append(after[ring[-1]])
-        if sorted(ring) != list(range(len(nodes))) or after[ring[-1]] != 0:
-            return ()
-        rings.append(tuple(ring))
-    return tuple(rings)
-
-
-def _chains(
-    records: list[_Graph], nodes: tuple[int, ...]
-) -> tuple[int, int, tuple[tuple[tuple[int, ...], ...], ...]]:
-    """(pattern, search channels, chains); (0, 0, ()) if the records are no trees."""
-    nothing: tuple[int, int, tuple[tuple[tuple[int, ...], ...], ...]] = (0, 0, ())
-    count = min(min(record.tree_channels, record.ring_channels) for record in records)
-    patterns = {record.tree_pattern for record, node in zip(records, nodes, strict=True) if nodes.count(node) > 1}
-    if not 0 < count <= records[0].form.channels or len(patterns) > 1 or not patterns <= {1, 2, 3}:
-        return nothing
-    result = []
-    for node, first in enumerate(_firsts(nodes)):
-        form, here = records[first].form, [rank for rank in range(len(nodes)) if nodes[rank] == node]
-        chains = []
-        for channel in range(count):
-            up = records[first].at(form.tree_parent, channel)
-            down = records[first].at(form.tree_child0, channel)
-            if up not in here or down not in here:
-                return nothing
-            rest = [rank for rank in here if rank not in (up, down)]
-            chains.append((up, down) if down != up else (up, *rest[:1]))
-        result.append(tuple(chains))
-    return patterns.pop() if patterns else 3, count, tuple(result)
-
-
-def _heads(records: list[_Graph], nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    count = min(record.head_count for record in records)
-    if not 0 < count <= records[0].form.channels:
-        return ()
-    heads = [tuple(records[r].at(records[r].form.heads, h) for h in range(count)) for r in _firsts(nodes)]
-    right = all(0 <= rank < len(nodes) and nodes[rank] == node for node, on in enumerate(heads) for rank in on)
-    return tuple(heads) if right and all(len(set(on)) == count for on in heads) else ()
-
-
 # --------------------------------------------------------------------------------------------------- together
 
 
@@ -363,7 +317,7 @@ def read_setup(streams: Iterable[SetUpStream], qps: int = 1) -> Setup:
     members: dict[int, _Gathering] = {}
     made: list[NetConnection] = []
     for stream in streams:
-        magic, kind = struct.unpack_from("<QI", stream.forward) if len(stream.forward) >= _HELLO else (0, 0)
+        magic, kind = struct.unpack_from("<QI", stream.forward) if len(stream.forward) >= HELLO else (0, 0)
         if kind == NET_IB and magic == MAGIC:
             connection = _block(stream, qps)
             if connection is not None:
@@ -415,141 +369,13 @@ def _channel(member: Member, role: str, sender: int, receiver: int, at: int) -> 
     return shared[at % len(shared)] + at // len(shared) * len(member.rings)
 
 
-def check(group: NcclGroup, member: Member) -> None:
-    """Raise Contradiction, which shows both, where the description of a group and its own traffic differ."""
-
-    def both(what: str, said: object, seen: object) -> Contradiction:
-        return Contradiction(
-            f"NCCL group {group.name!r}: {what}: described as {said}, but the job's own set-up traffic shows {seen}; "
-            "correct the description, or attach again"
-        )
-
-    if member.world_size and member.world_size != group.world_size:
-        raise both("world_size", group.world_size, member.world_size)
-    version = parse(group.version)
-    for spans in [member.versions, *(connection.versions for connection in member.connections)]:
-        if spans and not any(low <= version <= high for low, high in spans):
-            raise both("version", group.version, " or ".join(_span(span) for span in spans))
-    if member.nodes and member.nodes != group.nodes:
-        raise both("nodes", group.nodes, member.nodes)
-    for channel, ring in enumerate(group.rings if member.rings else ()):
-        seen = member.rings[channel % len(member.rings)]
-        if ring != seen:
-            raise both(f"rings[{channel}]", ring, seen)
-    for field_, said, seen_ in (
-        ("tree_pattern", group.tree_pattern, member.tree_pattern),
-        ("search_channels", group.search_channels, member.search_channels),
-        ("heads", group.heads, member.heads),
-    ):
-        if said and seen_ and said != seen_:
-            raise both(field_, said, seen_)
-    for node, chains in enumerate(group.chains if member.chains else ()):
-        for number, chain in enumerate(chains):
-            if (chain[:2] != member.chains[node][number][:2] and group.tree_pattern != 3) or chain[0] != (
-                member.chains[node][number][0]
-            ):
-                raise both(f"chains[{node}][{number}]", chain, member.chains[node][number])
-    if group.channels and member.channels > group.channels:
-        raise both("channels", group.channels, f"at least {member.channels}")
-
-
-def _span(span: Span) -> str:
-    low, high = (".".join(str(part) for part in one if part != 99) for one in span)
-    return low if low == high else f"{low} to {high}"
-
-
-class SetupWatcher:
-    """Keeps the set-up connections among all flows. Costs Python time for them and for the first bytes of others.
-
-    flows: the table of the spans' flow ids. Feed it every batch of spans; `setup` reads what has been kept.
-    """
-
-    def __init__(self, flows: Flows, qps: int = 1) -> None:
-        self.changed = False
-        """Whether bytes have come since `setup` was last called."""
-        self.dropped = 0
-        """Connections left out: more at once, or longer, than are kept."""
-        self._flows, self._qps = flows, qps
-        self._watched = np.zeros(flows.capacity, bool)
-        self._streams: dict[int, tuple[SetUpStream, bool]] = {}
-        self._expected: dict[int, int] = {}
-        self._kept: list[SetUpStream] = []
-        self._bytes = 0
-
-    def feed(self, spans: Spans) -> None:
-        """Take a batch of spans."""
-        n = spans.n
-        flow, kind, offset, length = spans.flow[:n], spans.kind[:n], spans.offset[:n], spans.length[:n]
-        begin = (kind == DATA) & (offset == 0) & (length > 0)
-        for i in np.flatnonzero(begin).tolist():
-            if _may_begin(ctypes.string_at(int(spans.addr[i]), min(int(length[i]), _HELLO + 4))):
-                self._watched[[flow[i], max(0, self._flows.peer[flow[i]])]] = True
-        for i in np.flatnonzero((kind == OPEN) | self._watched[flow]).tolist():
-            number, what, at, size = int(flow[i]), int(kind[i]), int(offset[i]), int(length[i])
-            if what == OPEN:
-                self._forget(number)
-            elif what == DATA and at == 0 and number not in self._streams:
-                self._begin(number, ctypes.string_at(int(spans.addr[i]), min(size, _HELLO + 4)))
-            if number not in self._streams:
-                continue
-            if what == HOLE or (what == DATA and self._expected[number] != at):
-                self._drop(number)
-            elif what == DATA:
-                self._take(number, ctypes.string_at(int(spans.addr[i]), size))
-
-    def setup(self) -> Setup:
-        """Everything that has been seen so far."""
-        self.changed = False
-        return read_setup(self._kept, self._qps)
-
-    def _begin(self, number: int, head: bytes) -> None:
-        if not _may_begin(head):
-            return
-        if len(self._kept) >= _MOST_STREAMS:
-            self.dropped += 1
-            return
-        stream = SetUpStream(self._flows.endpoint_src(number), self._flows.endpoint_dst(number))
-        self._kept.append(stream)
-        peer = int(self._flows.peer[number])
-        for one, forward in ((number, True), (peer, False)):
-            if one >= 0:
-                self._streams[one] = stream, forward
-                self._expected[one] = 0
-                self._watched[one] = True
-
-    def _take(self, number: int, data: bytes) -> None:
-        stream, forward = self._streams[number]
-        part = stream.forward if forward else stream.backward
-        part += data
-        self._expected[number] += len(data)
-        self._bytes += len(data)
-        self.changed = True
-        if len(part) > _MOST_STREAM or self._bytes > _MOST_BYTES or (forward and not _may_begin(bytes(part[:16]))):
-            self._drop(number)
-
-    def _drop(self, number: int) -> None:
-        """Bytes are missing, or it is no set-up connection: what it said so far cannot be completed."""
-        stream, _ = self._streams[number]
-        self.dropped += 1
-        self._kept.remove(stream)
-        self._bytes -= len(stream.forward) + len(stream.backward)
-        for one in [one for one, (other, _) in self._streams.items() if other is stream]:
-            self._forget(one)
-
-    def _forget(self, number: int) -> None:
-        """The flow id begins another stream; what was kept of the one before stays."""
-        self._streams.pop(number, None)
-        self._expected.pop(number, None)
-        self._watched[number] = False
-
-
-def _may_begin(head: bytes) -> bool:
+def may_begin(head: bytes) -> bool:
     """Whether a connection that begins so can be one of NCCL's set-up; a hello may come in pieces."""
-    if len(head) < _HELLO:
+    if len(head) < HELLO:
         return len(head) in (8, 11) or head == MAGIC.to_bytes(8, "little")[: len(head)]
     magic, kind = struct.unpack_from("<QI", head)
     if kind == NET_IB:
         return bool(magic == MAGIC)
     if kind != BOOTSTRAP or magic == 0:
         return False
-    return len(head) < _HELLO + 4 or 0 < int.from_bytes(head[_HELLO : _HELLO + 4], "little") <= _MOST_MESSAGE
+    return len(head) < HELLO + 4 or 0 < int.from_bytes(head[HELLO : HELLO + 4], "little") <= MOST_MESSAGE

@@ -11,14 +11,15 @@ the communicator, which is c10d's sequence number.
 
 What is proven and what is not: a collective is known by the sizes of its messages. Where other collectives would give
 the same messages (one of twice the size whose loops are all full), the planner's size is believed, and step markers
-must tell. A connection first seen in the middle of its life is not followed.
+must tell. A connection first seen in the middle of its life is not followed, and named.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
-from mirror.roce import QueuePairs, RoceReassembler
 from mirror.roce_spans import MessageSpans
 from mirror.roce_state import M_COLUMNS, M_IMM, M_KIND, M_LENGTH, M_PACKETS
 from mirror.roce_wire import WRITE
@@ -31,7 +32,7 @@ from reconstruct.nccl.group import NcclGroup
 from reconstruct.nccl.holdings import Holdings
 from reconstruct.nccl.keeper import kept_of
 from reconstruct.nccl.kernel import run
-from reconstruct.nccl.lanes import Lanes
+from reconstruct.nccl.lanes import Connections, Lanes
 
 __all__ = ["NcclDecoder"]
 
@@ -40,6 +41,14 @@ _FORM_FIELDS = ("entry", "address", "rkeys", "tag", "index", "size")
 
 def _ignore(request: Request) -> Plan:
     return IGNORE
+
+
+class Messages(Protocol):
+    """What makes the spans: `mirror.roce.RoceReassembler` or `reconstruct.nccl.sockets.SocketMessages`."""
+
+    @property
+    def messages(self) -> np.ndarray:
+        """int64[rows, M_COLUMNS]: the rows that spans speak of."""
 
 
 class NcclDecoder:
@@ -51,7 +60,7 @@ class NcclDecoder:
     """
 
     def __init__(
-        self, flows: QueuePairs, roce: RoceReassembler, *, budget_bytes: int = 8 << 30, max_lanes: int = 4096
+        self, flows: Connections, roce: Messages, *, budget_bytes: int = 8 << 30, max_lanes: int = 4096
     ) -> None:
         self.planner: Planner = _ignore
         self._flows, self._roce = flows, roce
@@ -99,7 +108,7 @@ class NcclDecoder:
             follower.closed(lane)
             self._lanes.close(lane, n.UNMET)
             del self._owner[lane.index]
-        follower.retire(1 << 62)
+        follower.placer.retire(1 << 62)
         self._held.drop(name, None)
         del self._nodes[name], self._attached[name], self._vantage[name]
 
@@ -110,13 +119,13 @@ class NcclDecoder:
     def coverage(self, group: str) -> float:
         """What part of an all-reduce's final values the connections seen so far can show, 0..1: of the largest one
         so far; before the first, of nothing."""
-        return self._groups[group].coverage()
+        return self._groups[group].ledger.coverage()
 
     def max_tag(self, group: str) -> int:
         """Highest tag of any collective seen in the group, -1 if none."""
         follower = self._groups[group]
-        newest = follower.tag if follower.pending else follower.tag - 1
-        return newest if newest >= follower.first else -1
+        newest = follower.ledger.tag if follower.pending else follower.ledger.tag - 1
+        return newest if newest >= follower.ledger.first else -1
 
     def gaps(self, group: str) -> dict[tuple[int, int], int]:
         """(channel, sender) of each open connection -> how often packets were lost on it where no collective was
@@ -136,15 +145,15 @@ class NcclDecoder:
         follower = self._groups[request.group]
         if request.kind != ALLREDUCE:
             return False
-        known = follower.known.get(request.tag)
+        known = follower.ledger.known.get(request.tag)
         if known is not None:
             return known.blueprint.size == size
-        return request.tag == follower.tag and follower.can_begin(size, itemsize)
+        return request.tag == follower.ledger.tag and follower.can_begin(size, itemsize)
 
     def landing(self, group: str, tag: int) -> Landing | None:
         """The landing of an all-reduce, complete or not; valid until it is retired."""
         follower = self._groups.get(group)
-        known = follower.known.get(tag) if follower is not None else None
+        known = follower.ledger.known.get(tag) if follower is not None else None
         if known is None or not known.reduction:
             return None
         return self._held.landings.get((group, tag))
@@ -152,6 +161,11 @@ class NcclDecoder:
     def fits(self, group: str, tag: int, size: int, itemsize: int) -> bool:
         """Whether `place` with that size would place an all-reduce, or has."""
         return self._groups[group].fits(tag, size, itemsize)
+
+    def may_fit(self, group: str, tag: int, size: int, itemsize: int) -> bool:
+        """Whether the next collective, which is not known yet, may prove to be an all-reduce of that size."""
+        follower = self._groups[group]
+        return tag == follower.ledger.tag and follower.pending and follower.can_begin(size, itemsize)
 
     def place(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
         """Place an all-reduce that was planned RAW, now that its size is known.
@@ -164,11 +178,11 @@ class NcclDecoder:
     def settled(self, group: str, tag: int) -> bool:
         """Whether no seen connection can bring anything more of an all-reduce: each has finished it, ended, or gone on
         far beyond it."""
-        return self._groups[group].settled(tag)
+        return self._groups[group].ledger.settled(tag)
 
     def retire(self, group: str, below_tag: int) -> None:
         """Free everything held of collectives with tags below `below_tag`; their landings' data becomes empty."""
-        self._groups[group].retire(below_tag)
+        self._groups[group].placer.retire(below_tag)
         self._held.drop(group, below_tag)
 
     @property
@@ -177,8 +191,8 @@ class NcclDecoder:
         return {
             "flows": len(self._owner),
             "flows_refused": self._refused,
-            "collectives": sum(f.tag - f.first for f in self._groups.values()),
-            "groups_lost": sum(f.lost is not None for f in self._groups.values()),
+            "collectives": sum(f.ledger.tag - f.ledger.first for f in self._groups.values()),
+            "groups_lost": sum(f.ledger.lost is not None for f in self._groups.values()),
             "placed_bytes": int(self._lanes.state.cursor[n.C_PLACED]),
             "memory_bytes": self._held.budget.held,
         }
@@ -201,8 +215,8 @@ class NcclDecoder:
         events: list[Event] = []
         for follower in self._groups.values():
             follower.look(now)
-            events += follower.events
-            follower.events = []
+            events += follower.ledger.events
+            follower.ledger.events = []
         return events
 
     def _answer(self, reason: int, spans: MessageSpans, messages: np.ndarray) -> None:
@@ -225,7 +239,7 @@ class NcclDecoder:
                 follower.ask(lane, slot, row, int(spans.ts[at]))
             else:
                 kept = kept_of(row, slot, int(spans.ts[at]))
-                follower.contradicted(lane, kept, int(cursor[n.C_WHY]))
+                follower.placer.contradicted(lane, kept, int(cursor[n.C_WHY]))
 
     def _meet(self, flow: int, message: np.ndarray) -> None:
         """The first message of a flow: is it of a group?"""
@@ -262,7 +276,7 @@ class NcclDecoder:
             ends = follower.closed(lane)
             self._lanes.close(lane, n.UNMET)
             if ends is not None:
-                follower.events.append(FlowClosed(follower.group.name, *ends, True))
+                follower.ledger.events.append(FlowClosed(follower.group.name, *ends, True))
         elif state.status[flow] == n.CTS_FLOW:
             for follower in self._groups.values():
                 follower.roster.silent(flow)
@@ -279,11 +293,11 @@ class NcclDecoder:
                 name = self._held.names.get(a)
                 if name is not None:
                     landing = self._held.landing(a)
-                    follower = self._groups[name[0]]
+                    ledger = self._groups[name[0]].ledger
                     if what == n.LOG_LANDED:
-                        follower.landed(landing)
+                        ledger.landed(landing)
                     else:
-                        follower.conflicts(landing)
+                        ledger.conflicts(landing)
             elif b in self._lanes.lanes:
                 lane = self._lanes.lanes[b]
                 if what == n.LOG_END:

@@ -7,7 +7,7 @@ that ring, tree and NVLSTree share is one connection, which carries their collec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from reconstruct.nccl.schedule import (
@@ -26,10 +26,9 @@ from reconstruct.nccl.tree import BALANCED_TREE, SPLIT_TREE, TREE_PATTERN, chann
 from reconstruct.nccl.tree import edges as tree_edges
 from reconstruct.nccl.versions import traits
 
-__all__ = ["NOWHERE", "Edge", "NcclGroup", "communicator", "edges", "ring_orders", "row_position"]
+__all__ = ["NOWHERE", "Edge", "NcclGroup", "communicator", "edges", "row_position"]
 
 MOST_CHANNELS = 64
-_MOST_TRIES = 20_000
 NOWHERE = -1
 """Position of a connection that carries nothing of a collective."""
 
@@ -68,6 +67,10 @@ class NcclGroup:
     """Queue pairs of a connection."""
     split: bool | None = None
     """Whether a message is split over them; None: as the release does by default."""
+    sockets: bool = False
+    """Whether its connections are NET/Socket's, over TCP, instead of queue pairs."""
+    queue_pairs: tuple[tuple[str, int, int, int, int], ...] = ()
+    """(receiver's address, its queue pair, channel, sender, receiver) of connections that the set-up traffic named."""
 
     def __post_init__(self) -> None:
         def need(holds: bool, field: str, why: str) -> None:
@@ -97,6 +100,7 @@ class NcclGroup:
         self._check_trees(need, counted)
         need(self.simple_threads in (256, 512), "simple_threads", f"{self.simple_threads}, not 256 or 512")
         need(1 <= self.qps <= 128, "qps", f"{self.qps} queue pairs")
+        need(not self.sockets or self.qps == 1, "sockets", f"and {self.qps} queue pairs a connection")
 
     def _check_trees(self, need: Callable[[bool, str, str], None], nodes: int) -> None:
         need(not self.chains or len(self.chains) == nodes, "chains", f"{len(self.chains)} entries for {nodes} nodes")
@@ -214,56 +218,3 @@ def row_position(edge: Edge, algorithm: int, kind: int, root: int = 0, ring: Seq
     if root not in ring:
         raise ValueError(f"a broadcast from rank {root}: where on the ring that is takes the order of the ring")
     return (edge.ring_index - ring.index(root)) % len(ring)
-
-
-def ring_orders(
-    nodes: Sequence[int],
-    links: Collection[tuple[int, int]],
-    indices: Mapping[int, int] | None = None,
-    most: int = 16,
-) -> list[tuple[int, ...]]:
-    """Ring orders, from rank 0 on, that agree with everything seen of one channel; [] if more than `most` do.
-
-    nodes: node of each rank; the ranks of a node are neighbours on a ring. links: (sender, receiver) of connections
-    between nodes that carried a ring collective (a CTS entry names the sender). indices: ring index by rank, where
-    message sizes prove it. Exactly one order is a proof; with several nothing may be claimed that depends on which.
-    """
-    after, before = dict(links), {receiver: sender for sender, receiver in links}
-    if len(after) < len(set(links)) or len(before) < len(set(links)):
-        return []  # a rank has one next and one previous rank
-    rank_at = {index: rank for rank, index in (indices or {}).items()}
-    fixed = set(rank_at.values())
-    found: list[tuple[int, ...]] = []
-    tries = 0
-
-    def follows(rank: int, last: int) -> bool:
-        if nodes[rank] == nodes[last]:
-            return last not in after and rank not in before
-        return after.get(last, rank) == rank and before.get(rank, last) == last
-
-    def choices(order: list[int]) -> list[int]:
-        last, index = order[-1], len(order)
-        here = [rank for rank in range(len(nodes)) if nodes[rank] == nodes[last] and rank not in order]
-        may_leave = not here or nodes[last] == nodes[0]
-        away = [rank for rank in range(1, len(nodes)) if nodes[rank] != nodes[last] and rank not in order]
-        if nodes[last] == nodes[0] and any(nodes[rank] != nodes[0] for rank in order):
-            may_leave = False  # back on the first node: it ends the ring
-        ranks = here + (away if may_leave else [])
-        if index in rank_at:
-            return [rank for rank in ranks if rank == rank_at[index]]
-        return [rank for rank in ranks if rank not in fixed]
-
-    def extend(order: list[int]) -> None:
-        nonlocal tries
-        tries += 1
-        if len(order) == len(nodes):
-            if follows(0, order[-1]):
-                found.append(tuple(order))
-            return
-        for rank in choices(order):
-            if len(found) <= most and tries <= _MOST_TRIES and follows(rank, order[-1]):
-                extend([*order, rank])
-
-    if rank_at.get(0, 0) == 0:
-        extend([0])
-    return found if len(found) <= most and tries <= _MOST_TRIES else []

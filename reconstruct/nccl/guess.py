@@ -1,26 +1,26 @@
 """Which collectives explain the messages that follow a boundary, from their lengths on the wire alone.
 
-`fits` asks it of a collective that is planned. `guess` asks it where the size is not known (a user's own all-reduce, a
-barrier, broadcasts, all-gathers): for every kind, algorithm and protocol that the communicator may use, the sizes whose
-plan gives the lengths seen on every connection. It inverts the plan and does not repeat it: the loops seen bound the
-channel's share, the share bounds the tensor, and what is left is planned and compared.
+For collectives of which nobody has named the size (a user's own all-reduce, a barrier, broadcasts, all-gathers): for
+every kind, algorithm and protocol that the communicator may use, the sizes whose plan gives the lengths seen on every
+connection. It inverts the plan and does not repeat it: the loops seen bound the channel's share, the share bounds the
+tensor, and what is left is planned and compared.
 
 Lengths often allow several readings. All are returned; to claim one of several is for nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from reconstruct.nccl.group import NOWHERE, Edge, NcclGroup, row_position
 from reconstruct.nccl.schedule import ALLGATHER, ALLREDUCE, BROADCAST, LL, LL128, NVLSTREE, RING, SIMPLE, messages
-from reconstruct.nccl.sizes import Line, Search, fit, rows_by_channel
+from reconstruct.nccl.sizes import Line, Search
 from reconstruct.nccl.split import Collective, Communicator
 
-__all__ = ["Guess", "Seen", "fits", "guess", "rows_by_channel"]
+__all__ = ["Guess", "Seen", "guess"]
 
 _MOST_PLANS = 20_000  # plans that one call may make: a few milliseconds per hundred
 
@@ -60,24 +60,6 @@ class Guess:
     def exact(self) -> bool:
         """Whether `bytes` is the tensor's size to the byte."""
         return self.least == self.bytes
-
-
-def fits(
-    rows: Mapping[int, np.ndarray], edge: Edge, algorithm: int, lengths: Sequence[int] | np.ndarray, step: int = 0,
-    kind: int = ALLREDUCE, root: int = 0, ring: Sequence[int] = (),
-) -> int | None:
-    """Messages that a planned collective takes on a connection in all; None if those seen so far are not its.
-
-    rows: by channel (`rows_by_channel`; of the edge's head for NVLSTree). lengths: on the wire, from the collective's
-    first message on, as many as were seen, -1 for one not captured; those beyond the collective are not looked at.
-    step: the connection's step counter when it begins. root, ring: see `row_position`.
-    """
-    position = row_position(edge, algorithm, kind, root, ring)
-    row = rows.get(edge.channel)
-    if row is None or position == NOWHERE:
-        return 0
-    taken = int(fit(row, position, np.asarray(lengths, np.int64), step))
-    return taken if taken >= 0 else None
 
 
 def guess(comm: Communicator, group: NcclGroup, seen: Sequence[Seen]) -> list[Guess]:

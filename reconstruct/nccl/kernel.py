@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import int32s_at, int64s_at, load_u32, load_u64, uint8s_at
 from mirror.roce_spans import BEGIN, CLOSE, DATA, DUPLICATE, END, HOLE, OPEN, VOID
 from mirror.roce_state import (
@@ -23,6 +24,7 @@ from mirror.roce_state import (
     M_LENGTH,
     M_MTU,
     M_PACKETS,
+    M_RKEY,
     M_VA,
 )
 from mirror.roce_wire import WRITE
@@ -34,14 +36,14 @@ from reconstruct.nccl.state import State, view
 __all__ = ["run"]
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def _log(s: State, what: int, a: int, b: int, c: int) -> None:
     at = s.cursor[n.C_LOG]
     s.log[at, 0], s.log[at, 1], s.log[at, 2], s.log[at, 3] = what, a, b, c
     s.cursor[n.C_LOG] = at + 1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _begin(s: State, messages: np.ndarray, flow: int, slot: int, ts: int) -> int:
     """A message begins; END_OF_SPANS or why to stop."""
     status = s.status[flow]
@@ -69,14 +71,14 @@ def _begin(s: State, messages: np.ndarray, flow: int, slot: int, ts: int) -> int
     row[n.L_TOP] = max(row[n.L_TOP], first + packets)
     headless = message[M_FLAGS] & HEADLESS
     result = assign(s, owner, slot, first, -1 if headless else message[M_LENGTH], -1 if headless else message[M_VA],
-                    message[M_MTU])
+                    message[M_RKEY], message[M_MTU])
     s.cursor[n.C_LANE], s.cursor[n.C_SLOT], s.cursor[n.C_WHY] = owner, slot, result
     if result == n.BEYOND:
         return n.ASK
     return n.END_OF_SPANS if result in (n.FOUND, n.OLD) else n.MISFIT
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _end(s: State, message: np.ndarray, slot: int, complete: bool) -> int:
     """No more bytes of a message are expected."""
     w = s.where[slot]
@@ -93,7 +95,7 @@ def _end(s: State, message: np.ndarray, slot: int, complete: bool) -> int:
     return n.END_OF_SPANS
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _read_entry(s: State, row: int, source: int) -> None:
     """A CTS entry."""
     form = s.cts_form[row]
@@ -107,7 +109,7 @@ def _read_entry(s: State, row: int, source: int) -> None:
     kept[at + n.C_ROOM] = load_u32(source + form[n.F_ROOM])
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _lost(s: State, messages: np.ndarray, flow: int, slot: int, offset: int, length: int) -> None:
     """A HOLE. Those inside a message are counted when it ends."""
     if slot < 0 and s.status[flow] == n.LANE:

@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from mirror.memory import address_of, handle
-from mirror.roce import QueuePairs
 from reconstruct.landing import CONFLICTED, Landing
 from reconstruct.nccl import state as n
 from reconstruct.nccl.holdings import Kept
 from reconstruct.nccl.place import account, assign, pour_into
 from reconstruct.nccl.script import NOT_SEEN, T_FIRST
 
-__all__ = ["Entry", "Lane", "Lanes"]
+__all__ = ["Connections", "Entry", "Lane", "Lanes"]
 
 
 @dataclass(slots=True, eq=False)
@@ -52,16 +52,37 @@ class Lane:
     """(number of the connection, which of its queue pairs), once that is known."""
     mtu: int = 0
     sender: int = -1
+    named: int = -1
+    """The connection that the set-up traffic named its queue pair as, by number."""
     seen: bool = False
     """Something of it was seen since the group was added."""
     loose: int = 0
     """Messages of it kept so far without its connection being known."""
+    gaps: int = 0
+    """L_LOST when its last known collective began to be known."""
+
+
+class Connections(Protocol):
+    """Who is at the ends of a flow: `mirror.roce.QueuePairs`, or `reconstruct.nccl.sockets.SocketMessages`."""
+
+    @property
+    def capacity(self) -> int:
+        """Flows at once."""
+
+    def endpoint_src(self, flow: int) -> tuple[str, int]:
+        """(address of the sender, whatever)"""
+
+    def endpoint_dst(self, flow: int) -> tuple[str, int]:
+        """(address of the receiver, a number: the higher, the later the flow was made)"""
+
+    def vantage(self, flow: int) -> int:
+        """The vantage group that shows it."""
 
 
 class Lanes:
     """All lanes of a decoder."""
 
-    def __init__(self, flows: QueuePairs, most: int) -> None:
+    def __init__(self, flows: Connections, most: int) -> None:
         self.flows = flows
         self.state = n.fresh_state(flows.capacity, most, 4 * most)
         self.lanes: dict[int, Lane] = {}
@@ -102,7 +123,7 @@ class Lanes:
         row[:] = 0
         row[[n.L_FLOW, n.L_STATE, n.L_ATTACHED, n.L_ENDIAN]] = flow, n.FOLLOWING, attached, endian
         row[n.L_NEXT] = self.state.track[flow, 0]
-        row[n.L_AT] = row[n.L_LAST] = row[n.L_TOP] = -1
+        row[n.L_AT] = row[n.L_LAST] = row[n.L_TOP] = row[n.L_CTS] = -1
         source, (destination, pair) = self.flows.endpoint_src(flow)[0], self.flows.endpoint_dst(flow)
         lane = Lane(index, flow, source, destination, pair, ends)
         self.lanes[index] = lane
@@ -138,25 +159,29 @@ class Lanes:
 
     def forget_cts(self, flow: int, status: int) -> None:
         """A flow of CTS entries is over."""
-        self._free_cts.append(int(self.state.owner[flow]))
+        row = int(self.state.owner[flow])
+        lanes = self.state.lanes
+        lanes[lanes[:, n.L_CTS] == row, n.L_CTS] = -1
+        self._free_cts.append(row)
         self.state.status[flow], self.state.owner[flow] = status, -1
 
-    def announced_by(self, flows: list[int], message: Kept) -> tuple[int, int]:
-        """(tag, room) of the CTS entry, of one of `flows`, that announced a message: sender's rank, bytes; (-1, -1):
-        none of those that are kept."""
+    def announced_by(self, flows: list[int], message: Kept) -> list[tuple[int, int, int, int]]:
+        """(flow, tag, room, number) of the CTS entries, of those that `flows` brought last, whose slot a message goes
+        to: sender's rank, bytes, number of the message on the connection, from 1."""
         kept = self.state.cts[self.state.owner[flows]].reshape(-1, n.CTS_WORDS)
         inside = message.address - kept[:, n.C_ADDRESS]  # a piece of a split message lies behind the start
         found = np.flatnonzero((inside >= 0) & (inside < kept[:, n.C_ROOM]) & (kept[:, n.C_RKEY] == message.rkey))
-        if not len(found):
-            return -1, -1
-        return int(kept[found[0], n.C_TAG]), int(kept[found[0], n.C_ROOM])
+        return [
+            (flows[at // n.CTS_KEPT], *kept[at, [n.C_TAG, n.C_ROOM, n.C_INDEX]].tolist()) for at in found.tolist()
+        ]
 
     # Entries
 
     def append(self, lane: Lane, tag: int, table: np.ndarray, *, protocol: int, step: int, exact: bool, steps: int,
-               checked: bool, meta: int) -> None:
+               checked: bool, meta: int, number: int, unit: int) -> None:
         """The next collective on a lane. table: its messages there (not none); step: of the collective's first
-        message; checked: whether addresses tell slots; meta: of the landing, 0 for none."""
+        message; checked: whether addresses tell slots; meta: of the landing, 0 for none; number: of the first
+        message's CTS entry, 0 unknown; unit: steps of a message."""
         if not self._free_entries:
             entries = self.state.entries
             self._free_entries = list(range(2 * len(entries) - 1, len(entries) - 1, -1))
@@ -172,7 +197,7 @@ class Lanes:
         e[[n.E_START, n.E_END, n.E_LEFT]] = start, start + packets, packets
         e[[n.E_TABLE, n.E_MARKS, n.E_COUNT, n.E_META, n.E_TAG]] = address_of(table), address_of(marks), count, meta, tag
         e[[n.E_PROTOCOL, n.E_STEP, n.E_EXACT, n.E_VA]] = protocol, step, exact, -1 if checked else -2
-        e[[n.E_OLDER, n.E_NEWER]] = last, -1
+        e[[n.E_OLDER, n.E_NEWER, n.E_NUMBER, n.E_UNIT]] = last, -1, number, unit
         if last >= 0:
             self.state.entries[last, n.E_NEWER] = at
         else:
@@ -182,7 +207,12 @@ class Lanes:
         lanes[lane.index, n.L_LAST] = at
         row[n.L_NEXT] = start + packets
         row[n.L_MTU] = lane.mtu
+        lane.gaps = int(row[n.L_LOST])
         lane.entries.append(Entry(at, tag, table, marks, start, protocol, steps))
+
+    def broken(self, lane: Lane) -> bool:
+        """Whether packets behind the last known collective of a lane are known to be lost."""
+        return int(self.state.lanes[lane.index, n.L_LOST]) > lane.gaps
 
     def retire(self, lane: Lane, below: int) -> None:
         """Forget a lane's entries of tags below `below`."""
@@ -227,7 +257,8 @@ class Lanes:
     def take(self, lane: Lane, kept: Kept, landing: Landing | None) -> tuple[int, int]:
         """Have a kept message placed, in `landing` if there is one: what `assign` found, flags of `landing.deposit`."""
         slot = kept.slot if kept.slot >= 0 else self.spare
-        found = int(assign(self.state, lane.index, slot, kept.first, kept.length, kept.address, kept.mtu))
+        found = int(assign(self.state, lane.index, slot, kept.first, kept.length, kept.address, kept.rkey,
+                           kept.mtu))
         if found != n.FOUND:
             return found, 0
         w = self.state.where[slot]

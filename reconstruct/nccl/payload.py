@@ -7,21 +7,23 @@ that decode on their own:
     LL128  1024 wire bytes 960 data bytes     (half of a permuted group of 2048)
     Simple    1 wire byte    1 data byte
 
-so any part of a message that begins and ends on unit borders (each packet of at least 1 KiB does) has one contiguous
-place, and a hole costs the units that it touches. One pass: a unit's flags are checked, then its data are written.
+so any part of a message that begins and ends on unit borders (each packet of at least 1 KiB does, unless messages are
+cut over queue pairs) has one contiguous place, and a hole costs the units that it touches. One pass: a unit's flags are
+checked, then its data are written. Of a unit of LL128 of which not all is in one packet each line stands for itself.
 """
 
 from __future__ import annotations
 
 from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import copy, load_u32, load_u64, store_u64
 from reconstruct.nccl.schedule import LL, LL128, SIMPLE
 
-__all__ = [
-    "UNIT_DATA", "UNIT_WIRE", "decode", "flag", "formats", "inner", "outer", "read_flag", "unwrap_step",
-]
+__all__ = ["LINE", "UNIT_DATA", "UNIT_WIRE", "decode", "flag", "formats", "inner", "line_places", "read_flag"]
 
+LINE = 128
+"""Bytes of a line of LL128 on the wire."""
 UNIT_WIRE = (16, 1024, 1)
 UNIT_DATA = (8, 960, 1)
 """Bytes of a unit, by protocol."""
@@ -44,16 +46,6 @@ def inner(protocol: int, begin: int, end: int) -> tuple[int, int]:
 
 
 @njit(cache=True, nogil=True)
-def outer(protocol: int, begin: int, end: int, length: int) -> tuple[int, int]:
-    """(first, end) of the data bytes, of `length`, that are unknown if wire bytes begin..end are missing."""
-    wire, data = UNIT_WIRE[protocol], UNIT_DATA[protocol]
-    if end <= begin:
-        return 0, 0
-    first = min(begin // wire * data, length)
-    return first, min(-(-end // wire) * data, length)
-
-
-@njit(cache=True, nogil=True)
 def decode(protocol: int, source: int, begin: int, end: int, destination: int, length: int, expected: int) -> int:
     """Decode wire bytes begin..end of a message, which lie at address `source`; returns the wire bytes accepted.
 
@@ -71,7 +63,7 @@ def decode(protocol: int, source: int, begin: int, end: int, destination: int, l
     return end - begin
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _decode_ll(source: int, begin: int, end: int, destination: int, length: int, expected: int) -> int:
     lines = (end - begin) // 16
     to = destination + begin // 2
@@ -108,7 +100,7 @@ def _decode_ll(source: int, begin: int, end: int, destination: int, length: int,
     return 16 * done
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _decode_ll128(source: int, begin: int, end: int, destination: int, length: int, expected: int) -> int:
     done = begin
     while done + 1024 <= end:
@@ -132,7 +124,7 @@ def _decode_ll128(source: int, begin: int, end: int, destination: int, length: i
     return done - begin
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _last_ll128(at: int, to: int, left: int) -> None:
     """A unit of which only the first `left` data bytes (perhaps none) belong to the message."""
     for q in range(4):
@@ -149,31 +141,28 @@ def _last_ll128(at: int, to: int, left: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def line_places(line: int) -> tuple[int, int, int, int]:
+    """(first, bytes, second, bytes) of line `line`, 0..7, of a unit of LL128: where in the unit's data the line's first
+    bytes belong, and where the bytes behind them (0 where there are none), as far as the line's flag."""
+    if line < 4:
+        return 128 * line, 120, 0, 0
+    return 512 + 112 * (line - 4), 112, 128 * (line - 4) + 120, 8
+
+
+@njit(cache=True, nogil=True)
 def read_flag(protocol: int, source: int) -> int:
-    """The first flag of a message or of any whole unit of one, at address `source`; 0 for Simple."""
+    """The first flag of a message, or of any whole line of one, at address `source`; 0 for Simple."""
     if protocol == LL:
         return load_u32(source + 4)
     return load_u64(source + 120) if protocol == LL128 else 0
 
 
 @njit(cache=True, nogil=True)
-def unwrap_step(protocol: int, found: int, near: int) -> int:
-    """Step S whose flag is `found`, the one closest to step `near`; -1 if there is none (Simple, or not above 0)."""
-    if protocol == LL128:
-        return found - 1 if found > 0 else -1
-    if protocol != LL:
-        return -1
-    ahead = (found - 1 - near) & 0xFFFFFFFF
-    if ahead >= 0x80000000:
-        ahead -= 0x100000000
-    return near + ahead if near + ahead >= 0 else -1
-
-
-@njit(cache=True, nogil=True)
-def formats(source: int, size: int) -> int:
+def formats(source: int, size: int, piece: bool) -> int:
     """Which protocols the content of a whole message of `size` bytes allows: 1 << LL | 1 << LL128 | 1 << SIMPLE.
 
-    Anything may be Simple. An empty message tells nothing.
+    piece: it is what one of several queue pairs carries of a message. Anything may be Simple. An empty message tells
+    nothing.
     """
     result = 1 << SIMPLE
     if size <= 0:
@@ -183,7 +172,7 @@ def formats(source: int, size: int) -> int:
         for at in range(0, size, 16):
             same = same and load_u32(source + at + 4) == load_u32(source + 4) == load_u32(source + at + 12)
         result |= int(same) << LL
-    if size % 2048 == 0 and size <= 614400:
+    if size % (LINE if piece else 2048) == 0 and size <= 614400:
         same = load_u64(source + 120) > 0
         for at in range(0, size, 128):
             same = same and load_u64(source + at + 120) == load_u64(source + 120)

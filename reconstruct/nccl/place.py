@@ -11,10 +11,11 @@ from typing import Any
 
 from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import copy, load_u64, store_u8, store_u64
 from reconstruct.landing import CONFLICTED, DATA, DROPPED, continues, extend, meta_words, poison, put_across, vacant
 from reconstruct.nccl import state as n
-from reconstruct.nccl.payload import UNIT_DATA, decode, read_flag
+from reconstruct.nccl.payload import LINE, UNIT_DATA, decode, line_places, read_flag
 from reconstruct.nccl.schedule import LL, LL128, SIMPLE, SLOT_BYTES, STEPS
 from reconstruct.nccl.script import (
     T_APART,
@@ -35,14 +36,14 @@ from reconstruct.nccl.state import State
 __all__ = ["account", "assign", "pour", "pour_into", "release", "word"]
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def release(s: State, target: int) -> None:
     """Whatever message row `target` stood for is over."""
     s.where[target, n.W_MODE] = n.NOTHING
     s.where[target, n.W_ENTRY] = -1
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _entry_of(s: State, lane: int, number: int) -> int:
     """The known collective of the lane that has packet `number`, or -1."""
     row, entries = s.lanes[lane], s.entries
@@ -59,11 +60,11 @@ def _entry_of(s: State, lane: int, number: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def assign(s: State, lane: int, target: int, first: int, length: int, address: int, mtu: int) -> int:
+def assign(s: State, lane: int, target: int, first: int, length: int, address: int, rkey: int, mtu: int) -> int:
     """Have `where[target]` say what to do with the message whose first captured packet is `first`.
 
     length: its bytes, or -1; address: its virtual address, -1 if unknown (without a length: `first` is not its first
-    packet); mtu: path MTU, 0 unknown. Returns FOUND, or why not: BEYOND what is known, OLD (its
+    packet); rkey: of that address; mtu: path MTU, 0 unknown. Returns FOUND, or why not: BEYOND what is known, OLD (its
     collective is over), WRONG_...: the collective has no such message here.
     """
     release(s, target)
@@ -102,6 +103,14 @@ def assign(s: State, lane: int, target: int, first: int, length: int, address: i
                 e[n.E_VA] = origin
             elif e[n.E_VA] != origin:
                 return n.WRONG_ADDRESS
+        if length > 0 and address != -1 and row[n.L_CTS] >= 0 and e[n.E_NUMBER] > 0:
+            number = e[n.E_NUMBER] + cell(table, k, T_STEP) // e[n.E_UNIT]
+            entry_of = s.cts[row[n.L_CTS]]
+            at = n.CTS_WORDS * (number % n.CTS_KEPT)
+            if entry_of[at + n.C_INDEX] == number and (
+                entry_of[at + n.C_ADDRESS] + shift != address or entry_of[at + n.C_RKEY] != rkey
+            ):
+                return n.WRONG_ANNOUNCEMENT
         if inside == 0:
             store_u8(e[n.E_MARKS] + k, 1)
             e[n.E_MATCHED] += wire > 0
@@ -117,13 +126,13 @@ def assign(s: State, lane: int, target: int, first: int, length: int, address: i
     return n.FOUND
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def word(row: int, column: int) -> int:
     """A column of the row of int64 at an address."""
     return load_u64(row + 8 * column)
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _expected(w: int, entries: int, source: int) -> int:
     """The flag of a message, LL or LL128; where the connection's step is not known yet, this unit tells it."""
     e = entries + 8 * n.ENTRY_WORDS * word(w, n.W_ENTRY)
@@ -141,19 +150,52 @@ def _expected(w: int, entries: int, source: int) -> int:
     return flag & 0xFFFFFFFF if protocol == LL else flag
 
 
-@njit(cache=True, nogil=True)
+@internal()
+def _pour_lines(w: int, source: int, begin: int, end: int, flag: int, ts: int) -> int:
+    """LL128: lines of units that are not all here, wire bytes begin..end of a message, which lie at `source`."""
+    landing, length, place, sender = word(w, n.W_META), word(w, n.W_LENGTH), word(w, n.W_OFFSET), word(w, n.W_SENDER)
+    result = 0
+    for at in range(begin, end, LINE):
+        unit = (at >> 10) * UNIT_DATA[LL128]
+        first, count, second, rest = line_places(at >> 7 & 7)
+        line = source + at - begin
+        if read_flag(LL128, line) != flag:
+            low = max(0, min(unit + first, length - 1))
+            poison(meta_words(landing), place + low, min(count, length - low), sender)
+            return result | CONFLICTED
+        count, rest = min(count, length - unit - first), min(rest, length - unit - second)
+        if count > 0:
+            result |= put_across(landing, place + unit + first, line, count, sender, ts)
+        if rest > 0:
+            result |= put_across(landing, place + unit + second, line + 112, rest, sender, ts)
+    return result
+
+
+@internal()
 def _pour_units(w: int, entries: int, scratch: int, offset: int, source: int, count: int, ts: int) -> int:
     """LL and LL128."""
     protocol, landing = word(w, n.W_PROTOCOL), word(w, n.W_META)
-    # payload.inner and outer, without their divisions: a unit's wire bytes are a power of two.
+    # payload.inner, without its divisions: a unit's wire bytes are a power of two.
     bits, data = (4, UNIT_DATA[LL]) if protocol == LL else (10, UNIT_DATA[LL128])
     low = word(w, n.W_SHIFT) + offset
-    unit, behind = -(-low >> bits), min(low + count, word(w, n.W_WIRE)) >> bits
-    if behind <= unit:
-        return DROPPED
+    high = min(low + count, word(w, n.W_WIRE))
+    unit, behind = -(-low >> bits), high >> bits
+    if protocol == LL128 and (low & 1023 or high & 1023):
+        head, tail = -(-low >> 7) << 7, high >> 7 << 7
+        if tail <= head:
+            return DROPPED
+        flag = _expected(w, entries, source + head - low)
+        if behind <= unit:
+            return _pour_lines(w, source + head - low, head, tail, flag, ts)
+        result = _pour_lines(w, source + head - low, head, unit << 10, flag, ts)
+        result |= _pour_lines(w, source + (behind << 10) - low, behind << 10, tail, flag, ts)
+    else:
+        if behind <= unit:
+            return DROPPED
+        flag = _expected(w, entries, source + (unit << bits) - low)
+        result = 0
     begin, end = unit << bits, behind << bits
     source += begin - low
-    flag = _expected(w, entries, source)
     length, place = word(w, n.W_LENGTH), word(w, n.W_OFFSET)
     first, stop = min(unit * data, length), min(behind * data, length)
     node: Any = continues(landing, place + first, stop - first) if stop > first else 0
@@ -161,12 +203,11 @@ def _pour_units(w: int, entries: int, scratch: int, offset: int, source: int, co
     to: Any = load_u64(landing + 8 * DATA) + place if direct else scratch - first
     taken = decode(protocol, source, begin, end, to, length, flag)
     if node != 0 and taken == end - begin:
-        return extend(landing, node, stop - first, ts)
+        return result | extend(landing, node, stop - first, ts)
     sender = word(w, n.W_SENDER)
     good = min(length, (begin + taken >> bits) * data)
-    result = 0
     if good > first:
-        result = put_across(landing, place + first, 0 if direct else to + first, good - first, sender, ts)
+        result |= put_across(landing, place + first, 0 if direct else to + first, good - first, sender, ts)
     if taken < end - begin:
         at = min(good, length - 1) if length else 0
         poison(meta_words(landing), place + at, max(0, min(data, length - at)), sender)
@@ -174,7 +215,7 @@ def _pour_units(w: int, entries: int, scratch: int, offset: int, source: int, co
     return result
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def pour(w: int, entries: int, scratch: int, offset: int, source: int, count: int, ts: int) -> int:
     """Put `count` bytes, which lie at address `source` and begin `offset` bytes into a message, to their place.
 

@@ -1,23 +1,23 @@
 """What of NCCL cannot be read from the wire: why, which setting makes the job readable, and what that may cost.
 
-One table for everything that speaks to people about it. Where packets themselves show the reason there is a function
-that says so; the others are known from settings, from the description, or from what is missing.
+One table for everything that speaks to people about it: `attach`, the daemon, `inspect` and `doctor`. Settings and log
+lines that show a reason are told here, packets that do by `reconstruct.nccl.unreadable`; the others are known from the
+description, or from what is missing. No numba and no torch: the trainers import it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numba import njit
+__all__ = ["LOG_HOW", "NAMES", "REFUSALS", "Refusal", "from_choice", "from_log", "from_network", "from_settings"]
 
-from reconstruct.nccl.schedule import LL, LL128, SIMPLE, SLOT_BYTES
-
-__all__ = [
-    "REFUSALS", "Refusal", "from_log", "from_settings", "infiniband_frame", "reduce_scatter", "tls_record",
-]
+LOG_HOW = (
+    "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET,ENV NCCL_DEBUG_FILE=nccl.%h.%p.log in the environment of every "
+    "rank"
+)
+"""The settings by which NCCL's log tells rings, trees and channels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,27 @@ class Refusal:
 
 
 _TABLE = (
+    Refusal(
+        "rings", "rings and channels that are not known",
+        "no lines about rings in NCCL's log, and no set-up traffic of the job (TCP) before it attached",
+        "the same messages carry other elements on another ring",
+        f"{LOG_HOW}; or mirror the network of NCCL_SOCKET_IFNAME too, from before the job starts",
+        "a few kilobytes of log per rank, once",
+    ),
+    Refusal(
+        "trees", "trees that are not known",
+        "no `Trees` lines of all ranks in NCCL's log, and no set-up traffic that shows them",
+        "which rank sends sums up and which sends final values down follows from the tree",
+        f"{LOG_HOW}; or NCCL_ALGO=allreduce:ring (before 2.24: Ring)",
+        "a few kilobytes of log per rank, once; or slower small all-reduces without trees",
+    ),
+    Refusal(
+        "nvls-channels", "NVLSTree whose number of channels is not known",
+        "NVLS heads in the set-up traffic, and no NCCL log",
+        "chunks follow from the number of NVLS channels, which is in NCCL's log alone",
+        f"{LOG_HOW}; or NCCL_NVLS_ENABLE=0",
+        "a few kilobytes of log per rank, once; or all-reduces that the GPUs add up",
+    ),
     Refusal(
         "reduce-scatter", "reduce-scatter (FSDP, ZeRO 2 and 3, distributed optimizers)",
         "ring messages in which every chunk passes once and no final value comes back",
@@ -66,7 +87,8 @@ _TABLE = (
     Refusal(
         "tls", "encrypted connections", "TLS handshakes on the connections of the job",
         "the bytes are encrypted before they reach the network",
-        "no TLS and no encrypting tunnel on the training network", "that network then has to be trusted",
+        "no TLS (for gloo: without GLOO_DEVICE_TRANSPORT=TCP_TLS) and no encrypting tunnel on the training network",
+        "that network then has to be trusted",
     ),
     Refusal(
         "infiniband", "InfiniBand link layer", "frames that begin with an InfiniBand local route header",
@@ -77,6 +99,11 @@ _TABLE = (
         "efa", "EFA", "NET/OFI or NET/AWS Libfabric in NCCL's log, and no RoCE between the nodes",
         "its packets come in any order over many paths in a form that is not public, and no port can be mirrored",
         "NCCL_NET=Socket", "a small part of the bandwidth is left: for tests only",
+    ),
+    Refusal(
+        "networks", "NCCL over RDMA and over TCP at once", "NET/IB and NET/Socket in the logs of one job's ranks",
+        "which connection is of which kind is not known",
+        "one of them on all nodes (NCCL_NET=IB or NCCL_NET=Socket)", "none, or the speed of TCP",
     ),
     Refusal(
         "registered-buffers", "registered user buffers",
@@ -122,102 +149,72 @@ _TABLE = (
         "buffer-sizes", "other buffer sizes",
         "\"clear to send\" entries with sizes other than 65536, 614400, 524288, 1048576 and 131072",
         "chunks follow from the size of the buffers",
-        "no NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE, NCCL_LL128_BUFFSIZE, NCCL_NTHREADS", "the tuning that they were set for",
+        "no NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE, NCCL_LL128_BUFFSIZE, NCCL_NTHREADS, NCCL_LL128_NTHREADS, "
+        "NCCL_NVLS_CHUNKSIZE, NCCL_NVLSTREE_MAX_CHUNKSIZE", "the tuning that they were set for",
     ),
 )  # fmt: skip
 
 REFUSALS: dict[str, Refusal] = {refusal.name: refusal for refusal in _TABLE}
 """By name."""
 
+def _not(*usual: str) -> Callable[[str], bool]:
+    return lambda value: value.lower() not in ("", *usual)
+
+
 _SETTINGS = (
-    ("NCCL_COLLNET_ENABLE", lambda value: value == "1", "collnet"),
-    ("NCCL_NET_PLUGIN", lambda value: value not in ("", "none"), "net-plugin"),
-    ("NCCL_TUNER_PLUGIN", lambda value: value not in ("", "none"), "tuner"),
-    ("NCCL_IB_RECEIVER_SIDE_MATCHING_SCHEME", lambda value: value == "1", "receiver-matching"),
-    ("NCCL_IB_OOO_RQ", lambda value: value == "1", "receiver-matching"),
-    ("NCCL_LOCAL_REGISTER", lambda value: value not in ("", "0"), "registered-buffers"),
-    ("NCCL_GRAPH_REGISTER", lambda value: value not in ("", "0"), "registered-buffers"),
-    ("NCCL_BUFFSIZE", lambda value: value not in ("", "4194304"), "buffer-sizes"),
-    ("NCCL_LL_BUFFSIZE", lambda value: value not in ("", "524288"), "buffer-sizes"),
-    ("NCCL_LL128_BUFFSIZE", lambda value: value not in ("", "4915200"), "buffer-sizes"),
-    ("NCCL_NTHREADS", lambda value: value != "", "buffer-sizes"),
-    ("NCCL_NET", lambda value: value.lower() not in ("", "ib", "socket"), "net-plugin"),
+    ("NCCL_COLLNET_ENABLE", _not("0"), "collnet"),
+    ("NCCL_NET", _not("ib", "socket"), "net-plugin"),
+    ("NCCL_NET_PLUGIN", _not("none"), "net-plugin"),
+    ("NCCL_TUNER_PLUGIN", _not("none"), "tuner"),
+    ("NCCL_IB_RECEIVER_SIDE_MATCHING_SCHEME", _not("0"), "receiver-matching"),
+    ("NCCL_IB_OOO_RQ", _not("0"), "receiver-matching"),
+    ("NCCL_BUFFSIZE", _not("4194304"), "buffer-sizes"),
+    ("NCCL_LL_BUFFSIZE", _not("524288"), "buffer-sizes"),
+    ("NCCL_LL128_BUFFSIZE", _not("4915200"), "buffer-sizes"),
+    ("NCCL_NTHREADS", _not("512"), "buffer-sizes"),
+    ("NCCL_LL128_NTHREADS", _not("640"), "buffer-sizes"),
+    ("NCCL_NVLS_CHUNKSIZE", _not(), "buffer-sizes"),
+    ("NCCL_NVLSTREE_MAX_CHUNKSIZE", _not(), "buffer-sizes"),
 )
+NAMES = tuple(dict.fromkeys(name for name, _, _ in _SETTINGS))
+"""The settings that can make a job unreadable."""
+_OF_NETWORK = {"NCCL_NET", "NCCL_NET_PLUGIN"}
 
 
-def from_settings(settings: dict[str, str]) -> list[tuple[str, Refusal]]:
-    """(setting as given, refusal) for every NCCL_* setting of a job that makes it unreadable."""
+def from_settings(settings: Mapping[str, str], networks: frozenset[str] = frozenset()) -> list[tuple[str, Refusal]]:
+    """(setting as given, refusal) for every NCCL_* setting of a job that makes it unreadable.
+
+    networks: what the log shows that connections run over; settings that choose one then say nothing more.
+    """
     return [
         (f"{name}={settings[name]}", REFUSALS[refusal])
         for name, unreadable, refusal in _SETTINGS
-        if name in settings and unreadable(settings[name].strip())
+        if name in settings and unreadable(settings[name].strip()) and not (networks and name in _OF_NETWORK)
     ]
 
 
-_LOG = (
-    (re.compile(r"NET/IB ?: Using .*:\d+/IB\b"), "infiniband"),
-    (re.compile(r"NET/(OFI|AWS Libfabric|Libfabric)\b"), "efa"),
-    (re.compile(r"Using network (?!IB\b|Socket\b|AWS Libfabric|OFI|Libfabric)\w+"), "net-plugin"),
-    (re.compile(r"TUNER/Plugin: (Using|Loaded|Plugin name)"), "tuner"),
-)
+_CHOICES = {"collnetdirect": "collnet", "collnetchain": "collnet", "nvls": "nvls", "pat": "pat"}
+
+
+def from_choice(algorithm: str) -> Refusal | None:
+    """Why an algorithm that NCCL_ALGO names (lower case) cannot be read; None: it can, or NCCL has none such."""
+    return REFUSALS[_CHOICES[algorithm]] if algorithm in _CHOICES else None
+
+
+def from_network(name: str) -> Refusal | None:
+    """Why what runs over a network (as in `via NET/<name>/0` in NCCL's log) cannot be read; None: it can."""
+    if name in ("IB", "Socket"):
+        return None
+    return REFUSALS["efa" if re.fullmatch(r"OFI|AWS Libfabric|Libfabric", name) else "net-plugin"]
+
+
+_ADAPTERS = re.compile(r"NET/IB ?: Using (.*)")
+_TUNER = re.compile(r"TUNER/Plugin: (Using|Loaded|Plugin name)")
 
 
 def from_log(line: str) -> Refusal | None:
-    """What a line of NCCL's own log (NCCL_DEBUG=INFO) says that cannot be read; None: nothing."""
-    return next((REFUSALS[name] for pattern, name in _LOG if pattern.search(line)), None)
-
-
-# ------------------------------------------------------------------------------------------------- by packets
-
-
-def infiniband_frame(frame: bytes) -> bool:
-    """Whether a captured frame is InfiniBand's own (an LRH with a BTH or GRH behind it) and not Ethernet.
-
-    LRH: bits 0-3 virtual lane, 4-7 version 0, ..., 14-15 next header (2: BTH, 3: GRH with IPv6), then the destination
-    LID, 5 zero bits and 11 bits of length in words, the source LID. The length has to be that of the frame.
-    """
-    if len(frame) < 8 + 12 + 6:
-        return False
-    following = frame[1] & 3
-    words = int.from_bytes(frame[4:6], "big")
-    if frame[0] & 15 or following < 2 or frame[1] & 12 or words >> 11 or len(frame) - 4 * words not in (0, 2):
-        return False
-    return following == 2 or frame[8] >> 4 == 6
-
-
-def tls_record(data: bytes) -> bool:
-    """Whether a TCP stream begins with a TLS handshake (record type 22, version 3.0 to 3.4, a hello)."""
-    return (
-        len(data) >= 6 and data[0] == 22 and data[1] == 3 and data[2] <= 4
-        and 0 < int.from_bytes(data[3:5], "big") <= 1 << 14 and data[5] in (1, 2)
-    )  # fmt: skip
-
-
-def reduce_scatter(ranks: int, protocol: int, lengths: Sequence[int] | np.ndarray, step: int = 0) -> bool:
-    """Whether whole wire lengths of a ring connection's messages look like reduce-scatters and not like all-reduces.
-
-    A loop of a reduce-scatter is ranks - 1 chunks of one length, and nothing comes back; in an all-reduce of several
-    loops there are 2 (ranks - 1), and the last loop's chunk lengths differ by what is left. So: at least two loops,
-    all but the last of equal full chunks, the last of equal shorter ones, and a number of messages that is no multiple
-    of an all-reduce's. With two ranks both are alike, and nothing is said. An all-gather has the same lengths: values
-    tell them apart, lengths do not, so this is a hint for people and no proof.
-    """
-    slices = 2 if protocol == SIMPLE else 1
-    per = (ranks - 1) * slices
-    array = np.asarray(lengths, np.int64)
-    full = {LL: SLOT_BYTES[LL], LL128: SLOT_BYTES[LL128], SIMPLE: 2 * SLOT_BYTES[SIMPLE]}[protocol]
-    if ranks < 3 or array.size < 2 * per or array.size % per or array.size // per % 2 == 0:
-        return False
-    return bool(_loops_alike(array, per, slices, full))
-
-
-@njit(cache=True)
-def _loops_alike(lengths: np.ndarray, per: int, slices: int, full: int) -> bool:
-    """Every loop has chunks of one length; all but the last are full, the last is not."""
-    loops = lengths.size // per
-    for loop in range(loops):
-        for at in range(per):
-            one = lengths[loop * per + at]
-            if one != lengths[loop * per + at % slices] or (one == full) != (loop < loops - 1):
-                return False
-    return True
+    """What a line of NCCL's own log (NCCL_DEBUG=INFO) says of the whole job that cannot be read; None: nothing."""
+    adapters = _ADAPTERS.search(line)
+    if adapters is not None and "/IB" in adapters[1] and "/RoCE" not in adapters[1]:
+        return REFUSALS["infiniband"]
+    return REFUSALS["tuner"] if _TUNER.search(line) else None

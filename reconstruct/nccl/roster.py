@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from reconstruct.groups import normal
 from reconstruct.nccl import state as n
 from reconstruct.nccl.binding import Bound, Connection
 from reconstruct.nccl.group import Edge, NcclGroup, edges
@@ -33,6 +34,12 @@ class Roster:
             ends = group.nodes[connection.edge.sender], group.nodes[connection.edge.receiver]
             self._between.setdefault(ends, []).append(number)
             self._senders.setdefault(ends, set()).add(connection.edge.sender)
+        places = {(c.edge.channel, c.edge.sender, c.edge.receiver): k for k, c in enumerate(self.connections)}
+        self._named = {
+            (normal(address), pair): places[channel, sender, receiver]
+            for address, pair, channel, sender, receiver in group.queue_pairs
+            if (channel, sender, receiver) in places
+        }
         self._followed: set[tuple[int, int]] = set()
         self._cts: dict[tuple[int, int], list[int]] = {}
         self._loose: Loose | None = None
@@ -77,6 +84,10 @@ class Roster:
         numbers = self._between.get(lane.ends, [])
         return self.connections[numbers[0]].edge if numbers else None
 
+    def lacks(self, lane: Lane) -> bool:
+        """Whether a connection between the nodes of a lane has not all its lanes."""
+        return any(len(self.connections[at].lanes) < self.group.qps for at in self._between.get(lane.ends, ()))
+
     def watched(self) -> list[Connection]:
         """All connections between nodes between which something was seen, either way."""
         return [self.connections[number] for ends in self._followed for number in self._between.get(ends, ())]
@@ -85,8 +96,33 @@ class Roster:
         """(sender's rank, room) that a CTS entry gave for a message of a lane; (-1, -1) if none was seen."""
         flows = self._cts.get(lane.ends[::-1])
         if kept.announced[0] < 0 and kept.length >= 0 and flows:
-            kept.announced = self._lanes.announced_by(flows, kept)
+            found = self._lanes.announced_by(flows, kept)
+            if found:
+                kept.announced = found[0][1:3]
         return kept.announced
+
+    def pair_up(self, connection: Connection, lane: Lane) -> None:
+        """Find out where the CTS entries of a connection come, and how they are numbered, by kept messages of its lane.
+
+        Memory keys of several machines may be alike: only one flow, between the same two interfaces, may fit.
+        """
+        row = self._lanes.state.lanes[lane.index]
+        flows = [
+            flow
+            for flow in self._cts.get(lane.ends[::-1], ())
+            if self._lanes.flows.endpoint_src(flow)[0] == lane.destination
+            and self._lanes.flows.endpoint_dst(flow)[0] == lane.source
+        ]
+        if row[n.L_CTS] >= 0 or not flows:
+            return
+        for kept in lane.queue[:2]:
+            found = [one for one in self._lanes.announced_by(flows, kept) if kept.length > 0]
+            if found and {one[:2] for one in found} == {(found[0][0], connection.edge.sender)}:
+                row[n.L_CTS] = self._lanes.state.owner[found[0][0]]
+                if connection.announced < 0 and self.group.qps == 1 and kept.first == row[n.L_NEXT]:
+                    number = max(number for *_, number in found)
+                    connection.announced = number - 1 - connection.reached(0)
+                return
 
     def sender(self, lane: Lane) -> int:
         """Rank that sends on a lane, if its announcements tell it; else -1."""
@@ -115,6 +151,7 @@ class Roster:
             elif lane.place is None and lane.queue:
                 senders = self._senders.get(lane.ends, set())
                 sender = next(iter(senders)) if len(senders) == 1 else self.sender(lane)
+                lane.named = self._told(lane, sender)
                 groups.setdefault((lane.ends, sender), []).append(lane)
         result = []
         for (ends, sender), lanes in groups.items():
@@ -129,6 +166,12 @@ class Roster:
             else:
                 strangers += lanes
         return result, strangers
+
+    def _told(self, lane: Lane, sender: int) -> int:
+        """The connection that the set-up named a lane's queue pair as, unless its announcements say otherwise; -1."""
+        number = self._named.get((normal(lane.destination), lane.pair), -1)
+        fits = number in self._between.get(lane.ends, ()) and sender in (-1, self.connections[number].edge.sender)
+        return number if fits else -1
 
     def unsettled(self) -> bool:
         """Whether lanes without a place show something while connections that they can be of lack their lanes: then
@@ -146,7 +189,7 @@ class Roster:
         if not connection.lanes:
             connection.phase = place.phase
             if int(row[n.L_NEXT]) & 0xFFFFFF == 0:  # seen from its first packet on: steps count from 0
-                connection.exact = True
+                connection.exact, connection.announced = True, 0
                 for use in connection.uses:
                     use.exact = True
         connection.lanes[place.pair] = lane

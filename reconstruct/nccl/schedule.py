@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from mirror.internal import internal
+
 __all__ = [
-    "ALLGATHER", "ALLREDUCE", "BROADCAST", "DOWN", "FIELDS", "GRAIN", "LL", "LL128", "NVLSTREE", "P2P_SLOT", "REGION",
-    "RING", "SIMPLE", "SLOT_BYTES", "SLOT_DATA", "STEPS", "TREE", "UP", "Timeline", "advance", "base_step",
-    "begin_row", "block_offset", "chunk_steps", "cts_size", "final_step", "index_of_step", "locate", "messages",
-    "missing_chunk", "place", "places", "shown", "slot_offset", "step_of", "wire_bytes",
+    "ALLGATHER", "ALLREDUCE", "BROADCAST", "DOWN", "FIELDS", "GRAIN", "LL", "LL128", "NVLSTREE", "P2P_SLOT", "RING",
+    "SIMPLE", "SLOT_BYTES", "SLOT_DATA", "STEPS", "TREE", "UP", "base_step", "begin_row", "block_offset",
+    "chunk_steps", "messages", "missing_chunk", "place", "places", "step_of", "wire_bytes",
 ]
 
 LL, LL128, SIMPLE = 0, 1, 2                 # protocols, by NCCL's own numbers
@@ -37,8 +38,6 @@ SLOT_DATA = (32768, 576000, 524288)
 """Bytes of data that a slot holds, by protocol."""
 GRAIN = (16, 1920, 512)
 """Chunks are multiples of that from 2.22 on, bytes, by protocol."""
-REGION = (0, 0x80000, 0x530000)
-"""Where each protocol's buffer lies in a connection's allocation (default sizes)."""
 P2P_SLOT = 131072
 """Slot of the shared pool for send/recv: no message of theirs is longer."""
 
@@ -64,7 +63,7 @@ def begin_row(kind: int, algorithm: int, protocol: int, itemsize: int, ranks: in
     return row
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _ring_steps(row: np.ndarray, position: int) -> int:
     """Ring steps of a loop in which the sender at `position` sends."""
     if row[PATTERN] == _AROUND_TWICE:
@@ -156,7 +155,7 @@ def wire_bytes(protocol: int, length: int, step: int) -> int:
     return length
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def chunk_steps(row: np.ndarray) -> int:
     """Steps of one chunk: the base of a collective is a multiple of that."""
     return row[SLICES] * row[SLICE_STEPS]
@@ -170,130 +169,12 @@ def base_step(row: np.ndarray, step: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def advance(row: np.ndarray, position: int, step: int) -> int:
-    """The connection's step counter after the collective."""
-    return base_step(row, step) + messages(row, position) * row[SLICE_STEPS]
-
-
-@njit(cache=True, nogil=True)
 def step_of(row: np.ndarray, base: int, index: int) -> int:
     """Step S of a message; its slot is S mod 8, its LL or LL128 flag S + 1."""
     return base + index * row[SLICE_STEPS]
 
 
 @njit(cache=True, nogil=True)
-def index_of_step(row: np.ndarray, position: int, base: int, step: int) -> int:
-    """Number of the message that uses step S; -1 if none does."""
-    ahead = step - base
-    if ahead < 0 or ahead % row[SLICE_STEPS] or ahead // row[SLICE_STEPS] >= messages(row, position):
-        return -1
-    return ahead // row[SLICE_STEPS]
-
-
-@njit(cache=True, nogil=True)
-def slot_offset(protocol: int, step: int) -> int:
-    """Byte of the receiver's buffer (of this protocol) at which the message of step S begins."""
-    return step % STEPS * SLOT_BYTES[protocol]
-
-
-@njit(cache=True, nogil=True)
-def cts_size(row: np.ndarray) -> int:
-    """What the size field of this collective's CTS entries says: room for a message, no message is longer."""
-    return SLOT_BYTES[row[PROTOCOL]] * row[SLICE_STEPS]
-
-
-@njit(cache=True, nogil=True)
 def missing_chunk(ranks: int, position: int) -> int:
     """The one chunk whose final value the ring edge out of `position` does not show, in every loop."""
     return (position + 1) % ranks
-
-
-@njit(cache=True, nogil=True)
-def final_step(ranks: int, position: int, chunk: int) -> int:
-    """Ring step at which the edge out of `position` carries the final value of `chunk`; -1: never."""
-    ahead = (position - chunk) % ranks
-    return -1 if ahead == ranks - 1 else ranks - 1 + ahead
-
-
-@njit(cache=True, nogil=True)
-def shown(row: np.ndarray, position: int) -> np.ndarray:
-    """int64[n, 2]: (first byte, end) of final values, in the order in which they pass, without empty messages.
-
-    For an all-gather the bytes are those of a block, see `place`.
-    """
-    result = np.empty((messages(row, position), 2), np.int64)
-    n = 0
-    for index in range(len(result)):
-        _, _, _, _, offset, length, final = place(row, position, index)
-        if final and length > 0:
-            result[n, 0], result[n, 1] = offset, offset + length
-            n += 1
-    return result[:n]
-
-
-@njit(cache=True, nogil=True)
-def locate(starts: np.ndarray, count: int, number: int) -> int:
-    """Last of the first `count` entries of `starts` (rising) that is not above `number`; -1 if all are."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if starts[middle] <= number:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
-
-
-class Timeline:
-    """The collectives of one connection in their order: from a message's number or step to its place.
-
-    A connection carries its collectives one after another, without mixing. `append` them as they are known; `retire`
-    those that are over. At most `capacity` are held, so a search takes a bounded number of comparisons. The arrays
-    are for kernels: `first` (number of the first message, from 0 since the connection was made), `base` (its step),
-    `rows` and `positions`; the first `held` entries count.
-    """
-
-    def __init__(self, capacity: int, *, number: int = 0, step: int = 0) -> None:
-        self.first = np.empty(capacity, np.int64)
-        self.base = np.empty(capacity, np.int64)
-        self.rows = np.empty((capacity, FIELDS), np.int64)
-        self.positions = np.empty(capacity, np.int64)
-        self.held = 0
-        self.retired = 0
-        """Collectives that were held and are no more: entry j is collective retired + j."""
-        self.number, self.step = number, step
-        """Of the first message after all that are known."""
-
-    def append(self, row: np.ndarray, position: int) -> int:
-        """The next collective on this connection; returns its number. Raises IndexError when `capacity` are held."""
-        if self.held == len(self.first):
-            raise IndexError(f"{self.held} collectives on one connection are under way already: retire some")
-        at = self.held
-        self.first[at], self.base[at] = self.number, base_step(row, self.step)
-        self.rows[at], self.positions[at] = row, position
-        self.number += messages(row, position)
-        self.step = advance(row, position, self.step)
-        self.held += 1
-        return self.retired + at
-
-    def retire(self, below: int) -> None:
-        """Forget collectives with a smaller number than `below`."""
-        gone = max(0, min(self.held, below - self.retired))
-        for array in (self.first, self.base, self.rows, self.positions):
-            array[: self.held - gone] = array[gone : self.held].copy()
-        self.held -= gone
-        self.retired += gone
-
-    def find(self, number: int) -> tuple[int, int]:
-        """(collective, index in it) of the connection's message `number`, counted from 0; (-1, -1): not known."""
-        at = locate(self.first, self.held, number)
-        # A collective without messages on this connection starts at the same number as the next: the last one counts.
-        if at < 0 or number - self.first[at] >= messages(self.rows[at], self.positions[at]):
-            return -1, -1
-        return self.retired + at, int(number - self.first[at])
-
-    def find_step(self, step: int) -> tuple[int, int]:
-        """(collective, index in it) of the message that uses step S; (-1, -1): none that is known."""
-        at = locate(self.base, self.held, step)
-        index = index_of_step(self.rows[at], self.positions[at], self.base[at], step) if at >= 0 else -1
-        return (self.retired + at, int(index)) if index >= 0 else (-1, -1)

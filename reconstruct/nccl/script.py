@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import load_u64
-from reconstruct.nccl.payload import UNIT_WIRE
 from reconstruct.nccl.schedule import PROTOCOL, SLICE_STEPS, wire_bytes
 
 __all__ = [
     "AR_THRESHOLD", "SCRIPT_WORDS", "T_APART", "T_FINAL", "T_FIRST", "T_LENGTH", "T_OFFSET", "T_SHIFT", "T_STEP",
-    "T_WHOLE", "T_WIRE", "agree", "cell", "find", "rare_steps", "script", "whole_units",
+    "T_WHOLE", "T_WIRE", "agree", "cell", "find", "rare_steps", "script",
 ]
 
 # Columns of a table. The last row is the end: its T_FIRST counts all packets.
@@ -32,7 +32,7 @@ AR_THRESHOLD = 8192
 """Messages above it have their immediate apart where adaptive routing is on (NCCL_IB_AR_THRESHOLD)."""
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def _piece(size: int, parts: int, part: int) -> tuple[int, int]:
     """(begin, bytes) of a piece of a message that is split over queue pairs."""
     each = ((size + parts - 1) // parts + 127) // 128 * 128
@@ -70,24 +70,12 @@ def script(places: np.ndarray, row: np.ndarray, mtu: int, apart: bool, pairs: in
 
 
 @njit(cache=True, nogil=True)
-def whole_units(table: np.ndarray, protocol: int, mtu: int) -> bool:
-    """Whether every packet holds whole units of the protocol, so that it can be decoded alone."""
-    unit = UNIT_WIRE[protocol]
-    for k in range(len(table) - 1):
-        if table[k, T_SHIFT] % unit or (table[k, T_SHIFT] + table[k, T_WIRE]) % unit:
-            return False
-        if table[k, T_WIRE] > mtu and mtu % unit:
-            return False
-    return True
-
-
-@njit(cache=True, nogil=True)
 def rare_steps(row: np.ndarray, base: int, count: int) -> bool:
     """Whether a collective of `count` messages from step `base` on may meet LL's whole-slot messages."""
     return (base & 0x7FFFFFFF) + count * row[SLICE_STEPS] >= 0x7FFFFFF8
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@internal(forceinline=True)
 def cell(table: int, k: int, column: int) -> int:
     """Entry of the table at an address."""
     return load_u64(table + 8 * (k * SCRIPT_WORDS + column))
@@ -114,7 +102,7 @@ def find(table: int, count: int, hint: int, packet: int) -> int:
 NO_LENGTH, NO_IMMEDIATE, NOT_SEEN = -1, -1, -2
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def immediate(size: int, big: bool) -> int:
     """The immediate of a message of `size` bytes, its four bytes read big endian."""
     if big:

@@ -46,7 +46,7 @@ from reconstruct.nccl.schedule import (
 )
 from reconstruct.nccl.split import Collective, Communicator, channel_use
 
-__all__ = ["Line", "Search", "fit", "rows_by_channel"]
+__all__ = ["Line", "Search"]
 
 _MOST_ENDS = 32  # ends to try where loop after loop is full
 _UNIT_WIRE = (16, 2048, 1)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from mirror.internal import internal
 from mirror.memory import int32s_at, int64s_at, rows_at, uint8s_at
 
 __all__ = ["LOG_ROWS", "State", "fresh_state", "view"]
@@ -29,21 +29,24 @@ END_OF_SPANS, NEW_FLOW, ASK, MISFIT, NODES, DRAIN, CLOSED = range(7)
 # what the kernel logged
 LOG_LANDED, LOG_CONFLICT, LOG_END, LOG_VOID = range(4)
 # what `assign` found
-FOUND, BEYOND, OLD, WRONG_LENGTH, WRONG_ADDRESS, WRONG_MTU, WRONG_IMMEDIATE = range(7)
+FOUND, BEYOND, OLD, WRONG_LENGTH, WRONG_ADDRESS, WRONG_MTU, WRONG_IMMEDIATE, WRONG_ANNOUNCEMENT = range(8)
 
 # columns of `lanes`
-(L_FLOW, L_STATE, L_ATTACHED, L_NEXT, L_AT, L_LAST, L_MTU, L_SENDER, L_ENDIAN, L_TOP, L_TS, L_LOST) = range(12)
-LANE_WORDS = 12
+(L_FLOW, L_STATE, L_ATTACHED, L_NEXT, L_AT, L_LAST, L_MTU, L_SENDER, L_ENDIAN, L_TOP, L_TS, L_LOST,
+ L_CTS) = range(13)
+LANE_WORDS = 13
 # L_ATTACHED: what begins earlier is not the group's; L_NEXT: number behind the last known collective, -1 unknown;
-# L_AT, L_LAST: entry used last, newest entry; L_ENDIAN: how immediates are read; L_LOST: gaps beyond what is known.
+# L_AT, L_LAST: entry used last, newest entry; L_ENDIAN: how immediates are read; L_LOST: gaps beyond what is known;
+# L_CTS: row of `cts` where the entries that announce its messages come, -1 unknown.
 LITTLE, BIG, UNREAD = range(3)
 
 # columns of `entries`
 (E_START, E_END, E_TABLE, E_COUNT, E_META, E_TAG, E_PROTOCOL, E_STEP, E_EXACT, E_VA, E_LEFT, E_HINT, E_OLDER, E_NEWER,
- E_MARKS, E_MATCHED) = range(16)
-ENTRY_WORDS = 16
+ E_MARKS, E_MATCHED, E_NUMBER, E_UNIT) = range(18)
+ENTRY_WORDS = 18
 # E_STEP: step S of its first message, certain if E_EXACT; E_VA: address of slot 0, -1 unknown, -2 not looked at;
-# E_LEFT: packets neither seen nor lost; E_MARKS: address of a byte per message; E_NEWER: next free one of a free row.
+# E_LEFT: packets neither seen nor lost; E_MARKS: address of a byte per message; E_NEWER: next free one of a free row;
+# E_NUMBER: what the CTS entry of its first message is numbered, 0 unknown; E_UNIT: steps of a message.
 
 # columns of `where`, by message row
 (W_MODE, W_LANE, W_ENTRY, W_META, W_OFFSET, W_LENGTH, W_SHIFT, W_PROTOCOL, W_STEP, W_SENDER, W_WIRE, W_IMMEDIATE,
@@ -57,7 +60,7 @@ CTS_WORDS = 5
 CTS_KEPT = 16
 
 # words of `cursor`
-(C_SPAN, C_LOG, C_FLOW, C_LANE, C_SLOT, C_WHY, C_ARGUMENT, C_PLACED, C_FLAGS) = range(9)
+(C_SPAN, C_LOG, C_FLOW, C_LANE, C_SLOT, C_WHY, C_ARGUMENT, C_PLACED) = range(8)
 # words of `cts_form`
 F_ENTRY, F_ADDRESS, F_RKEY, F_TAG, F_INDEX, F_ROOM = range(6)
 
@@ -98,7 +101,7 @@ def fresh_state(flows: int, lanes: int, entries: int) -> State:
     )
 
 
-@njit(cache=True, nogil=True)
+@internal()
 def view(h: np.ndarray) -> State:
     """The arrays whose handle is `h`, not owned."""
     return State(

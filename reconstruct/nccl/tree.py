@@ -7,7 +7,7 @@ elements. Inside a node nothing of it is on the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from reconstruct.nccl.split import Collective, Communicator, Share, Unsupported,
 
 __all__ = [
     "BALANCED_TREE", "SPLIT_TREE", "TREE_PATTERN", "channel_tree", "edges", "gateways", "node_numbers", "parents",
-    "showing_all", "tree_rows",
+    "tree_rows",
 ]
 
 BALANCED_TREE, SPLIT_TREE, TREE_PATTERN = 1, 2, 3
@@ -102,18 +102,6 @@ def gateways(pattern: int, chain: Sequence[int]) -> tuple[int, int, int]:
     if pattern == SPLIT_TREE:
         return chain[0], chain[1], chain[1]
     raise Unsupported(f"tree pattern {pattern} is not known")
-
-
-def showing_all(nodes: int, trees: Iterable[int] = (0, 1)) -> list[tuple[str, int]]:
-    """("in" or "out", node): one direction of one node's ports that sees every final value of these trees.
-
-    "in" is traffic into the node, "out" traffic that it sends. Empty for two nodes with both trees: both directions of
-    one node are needed then.
-    """
-    links = [edges(nodes, tree) for tree in trees]
-    into = [("in", v) for v in range(nodes) if all(any(child == v for child, _, _ in tree) for tree in links)]
-    out = [("out", v) for v in range(nodes) if all(any(parent == v for _, parent, _ in tree) for tree in links)]
-    return into + out
 
 
 def tree_rows(comm: Communicator, call: Collective, parts: Sequence[Share], head: int = 0) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 Usage: cases.py OUT CASE [CASE ...]. Rank r appends {"run", "step", "digest"} lines to OUT/rank<r>.jsonl: the digest of
 its own parameters and optimizer state after each optimizer step, the truth that the daemon's journal is compared with.
+A job that the daemon does not follow bit for bit is not trained: {"run", "refused"} says why.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,10 +31,10 @@ STEPS = int(os.environ.get("STEPS", "6"))
 class TinyGPT(nn.Module):
     """Tied embeddings and parameters of very different sizes."""
 
-    def __init__(self, width: int = 48, vocabulary: int = 301) -> None:
+    def __init__(self, width: int = 48, vocabulary: int = 301, blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight
@@ -97,7 +100,9 @@ def prepare(name: str) -> Job:
         job.make = lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.01)
         job.options = {"gradient_as_bucket_view": True}
     elif name.startswith("gpt"):
-        job.net = TinyGPT()
+        job.net = TinyGPT(vocabulary=1501 if name == "gpt_tall" else 301, blocks=1 if name == "gpt_short" else 2)
+        if name == "gpt_short":
+            job.options = {"bucket_cap_mb": 0.1}
         job.make = lambda p: torch.optim.AdamW(
             [
                 {"params": [x for x in p if x.ndim > 1], "weight_decay": 0.1},
@@ -109,6 +114,9 @@ def prepare(name: str) -> Job:
     elif name == "conv":
         job.net = nn.Sequential(nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 8, 3), nn.Flatten(), nn.Linear(512, 10))
         job.net = job.net.to(memory_format=torch.channels_last)
+    elif name == "wide":
+        job.net = nn.Sequential(nn.Linear(16, 20_000), nn.Tanh(), nn.Linear(20_000, 60))
+        job.options = {"bucket_cap_mb": 2}
     elif name == "mixed":
         job.net = Mixed()
         job.make = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)
@@ -120,21 +128,24 @@ def prepare(name: str) -> Job:
     return job
 
 
-def run(name: str, out: Path, shout: Callable[[str], None]) -> None:
-    job = prepare(name)
+def run(case: str, shout: Callable[[str], None], name: str | None = None) -> bool:
+    """Train a case under `name`, default its own; False if the daemon does not follow it."""
+    job = prepare(case)
     model = DistributedDataParallel(job.net, **job.options)
     optimizer = job.make(list(model.parameters()))
     scheduler = job.schedule(optimizer) if job.schedule is not None else None
-    handle = flowcheck.attach(model, optimizer, scheduler=scheduler, run=name)
-    if not handle.covered:
-        raise SystemExit(f"{name}: not covered")
+    handle = flowcheck.attach(model, optimizer, scheduler=scheduler, run=name or case)
+    if not handle.covered or not handle.exact:
+        shout(json.dumps({"run": name or case, "refused": handle.reason or handle.reasons}))
+        handle.close()
+        return False
     if job.rank == 0 and os.environ.get("AFTER_ATTACH"):
-        Path(os.environ["AFTER_ATTACH"]).write_text(name)
+        Path(os.environ["AFTER_ATTACH"]).write_text(case)
     if os.environ.get("GO_ON"):
         while not Path(os.environ["GO_ON"]).exists():
             time.sleep(0.01)
     bucket = sum(p.numel() for p in model.parameters())
-    second = dist.new_group(list(range(job.world))) if name == "groups" else None
+    second = dist.new_group(list(range(job.world))) if case == "groups" else None
     pause = float(os.environ.get("STEP_PAUSE", "0"))
 
     def backward(step: int) -> None:
@@ -150,45 +161,62 @@ def run(name: str, out: Path, shout: Callable[[str], None]) -> None:
     while done < STEPS:
         attempt += 1
         optimizer.zero_grad()
-        if name == "same_size":
+        if case == "same_size":
             dist.all_reduce(torch.full((bucket,), float(attempt)))
+        if case == "coalesced":
+            with _coalescing_manager():
+                for count in (9000, 500, bucket):
+                    dist.all_reduce(torch.full((count,), float(attempt)))
         backward(attempt)
-        if name == "same_size":
+        if case == "same_size":
             dist.all_reduce(torch.full((bucket,), 0.5 * attempt))
-        if name == "skipped" and attempt in (2, 5):
+        if case == "skipped" and attempt in (2, 5):
             continue
-        if name == "groups":
+        if case == "groups":
             for _ in range(2):
                 dist.all_reduce(torch.ones(bucket), group=second)
             dist.barrier()
-        if name == "manual_lr" and attempt % 2:
+        if case == "manual_lr" and attempt % 2:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.7
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
         done += 1
-        shout(json.dumps({"run": name, "step": done, "digest": flowcheck.digest(model, optimizer)}))
+        shout(json.dumps({"run": name or case, "step": done, "digest": flowcheck.digest(model, optimizer)}))
         if pause:
             time.sleep(pause)
     dist.barrier()
     handle.close()
+    return True
 
 
-def main() -> None:
-    out = Path(sys.argv[1])
-    dist.init_process_group("gloo")
-    with (out / f"rank{dist.get_rank()}.jsonl").open("a") as notes:
+@contextmanager
+def noting(out: Path) -> Iterator[Callable[[str], None]]:
+    """What appends a line to this rank's file."""
+    with (out / f"rank{os.environ['RANK']}.jsonl").open("a") as notes:
 
         def shout(line: str) -> None:
             notes.write(line + "\n")
             notes.flush()
 
-        for name in sys.argv[2:]:
-            run(name, out, shout)
+        yield shout
+
+
+def leave() -> None:
+    """End the group with everything in it."""
     dist.barrier()
     gc.collect()  # a model that outlives the group keeps torch's threads, which sometimes abort the interpreter's end
     dist.destroy_process_group()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    with noting(Path(sys.argv[1])) as shout:
+        for name in sys.argv[2:]:
+            if not run(name, shout):
+                raise SystemExit(f"{name}: not followed bit for bit")
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""Which collective comes next, where lengths alone would allow another: order in time, content, two broadcasts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from nccl_traffic import Rig, Sender, Sent, group_of, seen_at
+from test_nccl_decoder import BIG, SIZES, SMALL
+
+from flowcheck.lab.nccl_wire_job import Job
+from reconstruct.decoder import BROADCAST
+from reconstruct.nccl import schedule
+from reconstruct.nccl.split import Collective
+
+HEADS = Job(4, gpus_per_node=2, version="2.19.4", algorithm="nvlstree", protocol="simple", channels=4, rails=2)
+"""Rings and trees share no connection."""
+LL = Job(2, version="2.19.4", algorithm="ring", protocol="ll")
+
+
+def test_what_was_sent_before_an_all_reduce_came_before_it() -> None:
+    """A broadcast on the ring, then a bucket on the trees: other queue pairs, on which the bucket fits at once."""
+    sender = Sender(HEADS)
+    order = np.arange(100, dtype=np.int32)
+    sent = sender.broadcast(order) + sender.reduce(BIG) + sender.broadcast(order + 7) + sender.reduce(BIG)
+    rig = Rig(group_of(HEADS), SIZES)
+    rig.feed(seen_at(HEADS, sent, 1, "in", "out"))
+    rig.finish()
+    assert rig.reduced == [1, 3] and not rig.wrong(sender.results)
+    assert [data[:400].view(np.int32).tolist() for _, data in sorted(rig.messages.items())] == [
+        order.tolist(), (order + 7).tolist()
+    ]
+
+
+def _queue_pair(frame: bytes) -> int:
+    return int.from_bytes(frame[47:50], "big")
+
+
+def test_nothing_of_a_later_collective_comes_before_all_have_given_to_an_all_reduce() -> None:
+    """The broadcast's message is seen between the first and the last partial sum of the small bucket that follows it:
+    it came before, as no rank is further while a part is missing."""
+    sender = Sender(HEADS)
+    order = np.arange(100, dtype=np.int32)
+    copy, bucket = sender.broadcast(order), sender.reduce(SMALL)
+    node = 1
+    here, there = seen_at(HEADS, copy, node, "in", "out"), seen_at(HEADS, bucket, node, "in", "out")
+    used = {_queue_pair(f) for _, _, f in there if f[42] in (6, 7, 8, 9, 11)}
+    assert here and not used & {_queue_pair(f) for _, _, f in here if f[42] in (6, 7, 8, 9, 11)}
+    starts = [at for at, (_, _, frame) in enumerate(there) if frame[42] in (6, 11)]
+    mixed: Sent = [*there[: starts[1]], *here, *there[starts[1] :]]
+    mixed = [(there[0][0] + 100 * at, link, frame) for at, (_, link, frame) in enumerate(mixed)]
+    rig = Rig(group_of(HEADS), SIZES)
+    rig.feed(mixed)
+    rig.finish()
+    assert 0 not in rig.reduced and not rig.wrong(sender.results)
+
+
+@pytest.mark.parametrize("ways", [("in", "out"), ("in",)])
+def test_flags_tell_the_protocol_of_a_short_broadcast(ways: tuple[str, ...]) -> None:
+    """64 bytes may be 32 of LL or 64 of Simple: what is in them says which, with announcements and without."""
+    sender = Sender(LL)
+    order = np.arange(1, 9, dtype=np.int32)
+    sent = sender.reduce(BIG) + sender.broadcast(order) + sender.broadcast(order + 1) + sender.reduce(BIG)
+    rig = Rig(group_of(LL, every=True), SIZES)
+    rig.feed(seen_at(LL, sent, 0, *ways))
+    rig.finish()
+    assert not rig.wrong(sender.results)
+    data = rig.messages
+    assert sorted(data) == [1, 2]
+    assert [data[tag].view(np.int32).tolist() for tag in (1, 2)] == [order.tolist(), (order + 1).tolist()]
+    assert rig.landing(3) is not None and rig.landing(3).covered > 0
+
+
+def test_what_is_in_a_message_speaks_against_another_protocol() -> None:
+    sender = Sender(LL)
+    rig = Rig(group_of(LL, every=True), SIZES)
+    rig.feed(sender.reduce(BIG) + sender.broadcast(np.arange(1, 9, dtype=np.int32)))
+    minds = rig.decoder._groups["g"]._minds
+    sights = minds._sights.look()
+    assert sorted(sight.lengths for sight in sights) == [(), (64,)]
+    fitting = []
+    for protocol, size in ((schedule.LL, 32), (schedule.SIMPLE, 64)):
+        made = minds._judge.blueprints.get(Collective(schedule.BROADCAST, schedule.RING, protocol, size, 1), 0)
+        assert made is not None
+        fitting.append(minds._fits_whole(made, sights, (0,) * len(sights)))
+    assert fitting == [True, False]
+
+
+def test_two_short_broadcasts_in_a_row_are_ddps() -> None:
+    """No size is named yet that could show what follows: two in a row are read, one alone is not."""
+    for count in (1, 2):
+        sender = Sender(LL)
+        orders = [np.arange(5 + at, dtype=np.int32) for at in range(count)]
+        sent = [item for order in orders for item in sender.broadcast(order)]
+        rig = Rig(group_of(LL), ())
+        rig.feed(sent)
+        rig.finish()
+        assert sorted(rig.messages) == ([0, 1] if count == 2 else [])
+        assert [r.kind for r in rig.requests].count(BROADCAST) == (2 if count == 2 else 0)
+
+
+def test_parts_of_an_all_reduce_are_no_broadcasts() -> None:
+    """Four ranks, one element: a rank sends parts in turn with what it gets, which broadcasts from rank 0 would not."""
+    job = Job(4, version="2.19.4", algorithm="ring", protocol="simple")
+    sender = Sender(job)
+    sent = sender.reduce(SMALL // 8) + sender.reduce(BIG)
+    rig = Rig(group_of(job), {(4 * BIG, 4)})
+    rig.feed(seen_at(job, sent, 1, "in", "out"))
+    rig.finish()
+    assert not rig.messages and not rig.wrong(sender.results)
+    assert rig.reduced == [1]
