@@ -38,6 +38,12 @@ LIBRARIES: dict[str, Make] = {
 }
 
 
+def reporting(buckets: Buckets) -> Callable[[StepTracker], None]:
+    """Rank 0's report of the rebuilt layout."""
+    sizes = [4 * sum(SIZES[i] for i in bucket) for bucket in buckets]
+    return lambda tracker: tracker.reported_layout(buckets, sizes)
+
+
 def interrupted(job: SyntheticJob, first: int) -> Iterator[int]:
     """The job's only marker comes before each of its frames from `first` on, in turn; when, ns."""
     ((_, marker),) = job.words
@@ -98,16 +104,26 @@ def test_a_layout_that_is_reported_before_it_is_seen_on_the_wire(library: str, c
     job.reduction()
     job.optimizer_step(canaries=canaries)
 
-    def report(tracker: StepTracker) -> None:
-        tracker.reported_layout(PERMUTED, [4 * sum(SIZES)])
-
     claimed = set()
     for at in interrupted(job, first):
-        job.words.insert(0, (min(at, job.wire.frames[first].ts), report))
+        job.words.insert(0, (min(at, job.wire.frames[first].ts), reporting(PERMUTED)))
         follower = Follower(job).run(per_block=1, quiet=20 * SECOND)
         follower.check(len(follower.steps))
         claimed.add(len(follower.steps))
     assert claimed == {1 if canaries else 0}
+
+
+@pytest.mark.parametrize("elements", [7, sum(SIZES) - 1])
+def test_an_all_reduce_of_another_size_is_no_rival_while_the_layout_is_only_reported(elements: int) -> None:
+    job = SyntheticJob(rebuilt=REBUILT)
+    job.attach()
+    job.reduction()
+    job.say(reporting(REBUILT))
+    job.rebuild()
+    job.allreduce(np.ones(elements))
+    job.reduction()
+    job.optimizer_step(canaries=0)
+    Follower(job).run(per_block=1).check(1)
 
 
 def both_begin_with(value: float) -> tuple[SyntheticJob, int]:
