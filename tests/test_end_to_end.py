@@ -62,6 +62,7 @@ def test_one_way_mirror_shows_three_quarters_and_claims_nothing(tmp_path: Path) 
     assert job["frozen"] is not None
 
 
+@pytest.mark.slow
 def test_without_a_mirror_it_stays_at_step_zero_and_says_so(tmp_path: Path) -> None:
     outcome = train(
         tmp_path, ("sgd",), ranks=2, mirrors=(), daemon_args=("--every-steps", "1"), until_frozen=True

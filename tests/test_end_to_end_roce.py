@@ -52,6 +52,7 @@ def test_collectives_around_the_buckets_are_followed_bit_for_bit(tmp_path: Path)
     follow(tmp_path, cases, "ring", "simple", "2.18.6", 2, 1, 2, 1, 4096)
 
 
+@pytest.mark.slow
 def test_group_calls_around_the_buckets_are_followed_right_or_not_claimed(tmp_path: Path) -> None:
     outcome = train(
         tmp_path, ("sgd", "coalesced"), until_frozen=True, transport="roce", ranks=2, channels=2, mtu=4096,
