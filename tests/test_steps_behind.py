@@ -126,6 +126,20 @@ def test_an_all_reduce_of_another_size_is_no_rival_while_the_layout_is_only_repo
     Follower(job).run(per_block=1).check(1)
 
 
+def test_sizes_that_look_alike_are_not_told_apart_before_the_last_bucket_is_known() -> None:
+    """LL128 fills a group with each of three all-reduces: without the last one, their order would tell wrong sizes."""
+    job = nccl("ring", "ll128")(rebuilt=REBUILT, rebuilt_at_attach=True)
+    job.attach()
+    first = len(job.wire.frames)
+    job.allreduce(np.ones(7))
+    job.reduction()
+    job.optimizer_step()
+    for _ in interrupted(job, first):
+        follower = Follower(job).run(per_block=1, quiet=20 * SECOND)
+        follower.check(0)
+        assert follower.lost is not None and "no 2 all-reduces with the sizes" in follower.lost.reason
+
+
 def both_begin_with(value: float) -> tuple[SyntheticJob, int]:
     """Two different reductions with the same first element, the step's only canary; frames before the second."""
     job = SyntheticJob(rebuilt=PERMUTED, rebuilt_at_attach=True)
