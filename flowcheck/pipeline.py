@@ -33,12 +33,6 @@ from reconstruct.nccl.sockets import SocketMessages
 from reconstruct.nccl.versions import traits
 from reconstruct.steps import StepTracker, TrackerEvent, Waits
 
-_RDMA_WRITE = (
-    bytes(12) + b"\x08\x00\x45\x00" + (68).to_bytes(2, "big") + bytes(4) + b"\x40\x11" + bytes(2)
-    + bytes((10, 0, 0, 1, 10, 0, 0, 2)) + bytes(2) + (4791).to_bytes(2, "big") + (48).to_bytes(2, "big") + bytes(2)
-    + b"\x0a\x00\xff\xff\x00\x00\x02\x00" + bytes(4) + bytes(12) + (8).to_bytes(4, "big") + bytes(8) + bytes(4)
-)  # fmt: skip
-"""A frame with an RDMA WRITE ONLY of 8 bytes: IPv4, UDP, BTH, RETH, payload, ICRC."""
 _INLINE = 128
 """`Traits.socket_inline` of current releases."""
 MAX_PENDING = 3
@@ -232,11 +226,6 @@ class Pipeline:
         zero, size = np.zeros(1, np.int64), np.full(1, 64)
         pipeline = Pipeline(Limits(flows=64, reorder=1 << 20, landings=1 << 20), self._waits)
         pipeline.feed(Block(np.zeros(64, np.uint8), zero, size, size, zero, zero - 1), 0)
-        pipeline.expire(0)
-        pipeline.flush(0)
-        roce = pipeline.roce
-        for spans in (roce.take(roce.datagrams, np.zeros(1, np.uint8), 0), roce.expire(0), roce.flush(0)):
-            pipeline.nccl.feed(spans, 0)
         pipeline.sockets.warm_up()
         pipeline.nccl.planner = rehearsal.planner
         for protocol in rehearsal.PROTOCOLS:
@@ -248,9 +237,7 @@ class Pipeline:
             if pipeline.nccl.landing(protocol, 3) is None:
                 raise RuntimeError(f"the rehearsal with {protocol} was not followed")
             pipeline.nccl.remove_group(protocol)
-        write = np.frombuffer(bytearray(_RDMA_WRITE), np.uint8)
-        length = np.full(1, write.size)
-        pipeline.feed(Block(write, zero, length, length, zero, zero - 1), 0)
+        pipeline.flush(int(block.ts[-1]) + 1)
         for kernel in (schedule.first_length, schedule.total, schedule.lengths):
             kernel(64, 4, 2, 0)
         schedule.ring(64, 4, 2)

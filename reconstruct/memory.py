@@ -19,6 +19,8 @@ _STALE = 512     # landings made since a size was last wanted: its buffers are g
 class Budget:
     """Hands out landings and message buffers while their bytes stay within `limit`.
 
+    Landings are numbered (`Landing.ident`) and found by their numbers until they are freed: kernels name them so.
+
     Buffers of freed landings are kept for the next landing of that size: fresh pages cost more than the copy into
     them. A buffer that somebody still refers to is left to him.
     """
@@ -30,14 +32,15 @@ class Budget:
         self._spare_bytes = 0
         self._wanted: dict[int, int] = {}  # size -> number of the last landing made of it
         self._made = 0
+        self._landings: dict[int, Landing] = {}
 
     @property
     def held(self) -> int:
         """Bytes handed out and bytes kept for reuse."""
         return self.used + self._spare_bytes
 
-    def landing(self, size: int, itemsize: int, world_size: int, segment: int, ident: int) -> Landing | None:
-        """A landing, None if the budget does not allow it."""
+    def landing(self, size: int, itemsize: int, world_size: int, segment: int) -> Landing | None:
+        """A landing with a number of its own, None if the budget does not allow it."""
         self._made += 1
         self._wanted[size] = self._made
         spare = self._spare.get(size)
@@ -47,10 +50,17 @@ class Budget:
         if buffer is not None:
             self._spare_bytes -= size
         self.used += size
-        return Landing(size, itemsize, world_size, segment, ident=ident, buffer=buffer)
+        landing = Landing(size, itemsize, world_size, segment, ident=self._made, buffer=buffer)
+        self._landings[landing.ident] = landing
+        return landing
+
+    def of(self, ident: int) -> Landing:
+        """The landing with a number."""
+        return self._landings[ident]
 
     def free(self, landing: Landing) -> None:
         """Take a landing back; its `data` is empty from now on."""
+        del self._landings[landing.ident]
         size = landing.size
         self.used -= size
         buffer, owner = landing.data, landing.data.base

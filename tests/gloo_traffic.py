@@ -264,7 +264,7 @@ def port(world: int, rank: int) -> list[Link]:
 def no_dangling_addresses(decoder: GlooDecoder) -> None:
     """Every address that the kernel may write to or read from belongs to memory that is still held."""
     held, state = decoder._held, decoder._lanes.state
-    landings = {landing.address for landing in held._all.values()}
+    landings = {landing.address for landing in held.budget._landings.values()}
     raw = {address_of(m.data) for links in held.raw.values() for link in links.values() for m in link.messages
            if m.data is not None}
     raw |= {address_of(m.data) for m in held.filling.values() if m.data is not None}
@@ -276,7 +276,7 @@ def no_dangling_addresses(decoder: GlooDecoder) -> None:
         assert {int(a) for a in recent[recent[:, g.R_KIND] == g.TO_MEMORY, g.R_ADDRESS]} <= raw
         if row[g.MODE] == g.PAYLOAD and row[g.DEST_KIND] != g.NOWHERE:
             assert int(row[g.DEST]) in (landings if row[g.DEST_KIND] == g.TO_LANDING else raw)
-    sizes = sum(x.size for x in held._all.values())
+    sizes = sum(x.size for x in held.budget._landings.values())
     sizes += sum(m.length for links in held.raw.values() for link in links.values() for m in link.messages
                  if m.data is not None) + sum(m.length for m in held.filling.values() if m.data is not None)
     assert held.budget.used == sizes

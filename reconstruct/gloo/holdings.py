@@ -21,12 +21,10 @@ class Holdings:
         self.filling: dict[int, RawMessage] = {}  # lane -> message being received
         self.raw: dict[tuple[str, int], dict[tuple[int, int], RawLink]] = {}  # (group, tag) -> (lane's uid, slot)
         self.placed: dict[tuple[str, int], tuple[int, int]] = {}  # (group, tag) -> (size, itemsize) of raw links
-        self._all: dict[int, Landing] = {}
-        self._ident = 0
 
     def landing(self, ident: int) -> Landing:
         """Any landing by its number."""
-        return self._all[ident]
+        return self.budget.of(ident)
 
     def shared(self, group: str, tag: int, size: int, itemsize: int, world: int) -> Landing | None:
         """The landing of an all-reduce, made if there is none yet; None if the budget does not allow it."""
@@ -51,7 +49,7 @@ class Holdings:
         """Forget a private landing; its memory may be used again, so nobody may write to it any more."""
         landing = self.private.pop((lane, slot), None)
         if landing is not None:
-            self._free(landing)
+            self.budget.free(landing)
         return landing
 
     def begin_raw(self, lane: int, start: int, length: int) -> RawMessage:
@@ -79,7 +77,7 @@ class Holdings:
             landing = self.landings.pop(key)
             del self.names[landing.ident]
             addresses.append(landing.address)
-            self._free(landing)
+            self.budget.free(landing)
         for key in [key for key in self.raw if old(key)]:
             for link in self.raw.pop(key).values():
                 for message in link.messages:
@@ -91,13 +89,5 @@ class Holdings:
         return addresses
 
     def _new(self, size: int, itemsize: int, world: int) -> Landing | None:
-        self._ident += 1
         segment = schedule.ring(size, itemsize, world)[3]  # no message crosses a segment of the ring
-        landing = self.budget.landing(size, itemsize, world, segment, self._ident)
-        if landing is not None:
-            self._all[landing.ident] = landing
-        return landing
-
-    def _free(self, landing: Landing) -> None:
-        del self._all[landing.ident]
-        self.budget.free(landing)
+        return self.budget.landing(size, itemsize, world, segment)

@@ -44,16 +44,14 @@ class Holdings:
         self.budget = Budget(budget_bytes)
         self.landings: dict[tuple[str, int], Landing] = {}
         self.names: dict[int, tuple[str, int]] = {}
-        self._all: dict[int, Landing] = {}
-        self._ident = 0
 
     def landing(self, ident: int) -> Landing:
         """Any landing by its number."""
-        return self._all[ident]
+        return self.budget.of(ident)
 
     def make(self, group: str, tag: int, size: int, itemsize: int, world: int) -> Landing | None:
         """The landing of a collective; None if the budget does not allow it."""
-        landing = self._new(size, itemsize, world)
+        landing = self.budget.landing(size, itemsize, world, SEGMENT_BYTES)
         if landing is not None:
             self.landings[group, tag] = landing
             self.names[landing.ident] = (group, tag)
@@ -62,14 +60,15 @@ class Holdings:
     def keep(self, message: Kept) -> Landing | None:
         """Memory for the bytes of a message; None if the budget does not allow it."""
         if message.store is None:
-            message.store = self._new(message.length if message.length > 0 else HEADLESS_BYTES, 1, 2)
+            size = message.length if message.length > 0 else HEADLESS_BYTES
+            message.store = self.budget.landing(size, 1, 2, SEGMENT_BYTES)
             message.dropped = message.store is None
         return message.store
 
     def discard(self, message: Kept) -> None:
         """The bytes of a message are not needed any more; the kernel must not know them."""
         if message.store is not None:
-            self._free(message.store)
+            self.budget.free(message.store)
             message.store = None
 
     def drop(self, group: str, below: int | None) -> None:
@@ -77,22 +76,11 @@ class Holdings:
         for key in [k for k in self.landings if k[0] == group and (below is None or k[1] < below)]:
             landing = self.landings.pop(key)
             del self.names[landing.ident]
-            self._free(landing)
+            self.budget.free(landing)
 
     def forget(self, group: str, tag: int) -> None:
         """The landing of a collective that proved to be another one; the kernel must not know it any more."""
         landing = self.landings.pop((group, tag), None)
         if landing is not None:
             del self.names[landing.ident]
-            self._free(landing)
-
-    def _new(self, size: int, itemsize: int, world: int) -> Landing | None:
-        self._ident += 1
-        landing = self.budget.landing(size, itemsize, world, SEGMENT_BYTES, self._ident)
-        if landing is not None:
-            self._all[landing.ident] = landing
-        return landing
-
-    def _free(self, landing: Landing) -> None:
-        del self._all[landing.ident]
-        self.budget.free(landing)
+            self.budget.free(landing)
