@@ -149,6 +149,10 @@ class Rig:
     def _take(self, spans: object) -> None:
         self.events += self.decoder.feed(spans, self.now)  # type: ignore[arg-type]
 
+    def pass_time(self) -> None:
+        """Nothing more has come until `now`."""
+        self._take(self.roce.feed(block_of([], []), self.now))
+
     def finish(self) -> None:
         """The input ends."""
         self._take(self.roce.flush(self.now))

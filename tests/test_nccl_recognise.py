@@ -108,3 +108,36 @@ def test_parts_of_an_all_reduce_are_no_broadcasts() -> None:
     rig.finish()
     assert not rig.messages and not rig.wrong(sender.results)
     assert rig.reduced == [1]
+
+
+def test_of_two_sizes_that_differ_in_a_channels_last_message_the_times_tell() -> None:
+    """Scheme A, tree, LL128: of one of 75,456 bytes the fourth channel has a message, of 75,648 two; the second may be
+    the first of what follows, but its sender would not yet have got all of the first."""
+    job = Job(2, version="2.20.5", algorithm="tree", protocol="ll128", channels=4, mtu=4096)
+    sizes = ((75456, 4), (75648, 4), (288192, 4))
+    order = (75456, 75456, 75648, 288192, 75648, 75456, 288192)
+    sender = Sender(job)
+    sent = [frame for size in order for frame in sender.reduce(size // 4)]
+    rig = Rig(group_of(job), sizes)
+    rig.feed(seen_at(job, sent, 0, "in", "out"))
+    rig.finish()
+    assert rig.reduced == list(range(len(order))) and not rig.wrong(sender.results)
+
+
+@pytest.mark.parametrize("barriers", [1, 2, 3])
+def test_barriers_at_the_end_are_no_alarm(barriers: int) -> None:
+    """Whether they are barriers only what follows would tell; nobody waits for it."""
+    sender, rig = Sender(LL), Rig(group_of(LL), SIZES)
+    rig.feed(sender.reduce(BIG) + [frame for _ in range(barriers) for frame in sender.barrier()])
+    rig.now += 10 * 10**9
+    rig.pass_time()
+    assert rig.reduced == [0] and not rig.lost
+
+
+def test_what_explains_nothing_is_told_in_time() -> None:
+    sender, rig = Sender(LL), Rig(group_of(LL), SIZES)
+    first, second = sender.reduce(BIG), sender.reduce(9000)
+    rig.feed(first + second[len(second) // 2 :])
+    rig.now += 10 * 10**9
+    rig.pass_time()
+    assert rig.reduced == [0] and rig.lost

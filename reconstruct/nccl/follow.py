@@ -98,8 +98,8 @@ class Follower:
             group, self.ledger, self.roster, lanes, held, self._keeper, self._reader, self._look_again
         )
         evidence = Evidence(self.roster, self._reader, lanes)
-        self._judge = Judge(group, self.roster, self._reader, evidence)
         sights = Sights(self.roster, self._reader, lanes)
+        self._judge = Judge(group, self.roster, self._reader, evidence, sights)
         self._minds = Recogniser(group, self._judge, evidence, sights, self._reader, self.roster)
         self._plan: Plan | None = None
         self._look_at = 0      # messages kept from which on a long search is made again
@@ -183,7 +183,8 @@ class Follower:
         self._now = max(self._now, now)
         if self.dirty or self._quiet:
             self.advance()
-        if self.ledger.lost is None and self.pending and self._now > self._newest + _LONG and self._plan is not RAW:
+        waits = self.dirty or self._plan is RAW or self._minds.over  # for an answer of the planner's, or what follows
+        if self.ledger.lost is None and self.pending and self._now > self._newest + _LONG and not waits:
             self._tell(_UNTOLD if self.roster.loose()[0] else _UNEXPLAINED)
 
     def _tell(self, reason: str) -> None:

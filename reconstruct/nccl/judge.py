@@ -13,6 +13,7 @@ from reconstruct.nccl.group import NcclGroup
 from reconstruct.nccl.roster import Roster
 from reconstruct.nccl.schedule import ALLREDUCE
 from reconstruct.nccl.script import AR_THRESHOLD, T_WIRE
+from reconstruct.nccl.sights import Sights, in_order
 
 __all__ = ["Judge"]
 
@@ -23,9 +24,11 @@ _SHORT = 16384  # the same by its longest message: so long are copies, such as t
 class Judge:
     """Compares planned collectives with the kept messages of all lanes."""
 
-    def __init__(self, group: NcclGroup, roster: Roster, reader: Reader, evidence: Evidence) -> None:
+    def __init__(
+        self, group: NcclGroup, roster: Roster, reader: Reader, evidence: Evidence, sights: Sights
+    ) -> None:
         self.blueprints = Blueprints(group)
-        self._roster, self._reader, self._evidence = roster, reader, evidence
+        self._roster, self._reader, self._evidence, self._sights = roster, reader, evidence, sights
 
     @property
     def aparts(self) -> tuple[bool, ...]:
@@ -49,13 +52,18 @@ class Judge:
             found = [one for one in found if one[1] == found[0][1]]  # no message is long enough for the difference
         if waiting or not found:
             return [], waiting
-        first, apart = found[0]
-        if len(found) == 1 or (
-            all(other == apart and self.same_messages(first, blueprint) for blueprint, other in found[1:])
-            and self._over(first, apart)
-        ):
+        if len(found) > 1 and not self._alike(found):
+            # What one takes for its end, the other for the beginning of the next: when it was sent tells.
+            sights = self._sights.look()
+            found = [one for one in found if in_order(one[0], sights)]
+        if len(found) == 1 or (found and self._alike(found) and self._over(*found[0])):
             return found, True
         return [], True
+
+    def _alike(self, found: list[tuple[Blueprint, bool]]) -> bool:
+        """Whether all of them look the same."""
+        first, apart = found[0]
+        return all(other == apart and self.same_messages(first, blueprint) for blueprint, other in found[1:])
 
     def _over(self, blueprint: Blueprint, apart: bool) -> bool:
         """Whether every connection has shown all its messages of a collective, as far as they were captured."""

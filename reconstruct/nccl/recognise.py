@@ -12,7 +12,7 @@ from reconstruct.nccl.guess import Guess, Seen, guess
 from reconstruct.nccl.judge import Judge
 from reconstruct.nccl.roster import Roster
 from reconstruct.nccl.schedule import ALLREDUCE, BROADCAST, LL, LL128, RING, SIMPLE, SLOT_BYTES
-from reconstruct.nccl.sights import Sight, Sights
+from reconstruct.nccl.sights import Sight, Sights, in_order
 from reconstruct.nccl.split import Collective
 
 __all__ = ["Reading", "Recogniser"]
@@ -44,6 +44,11 @@ def _least_bytes(blueprint: Blueprint) -> int:
     return size if blueprint.call.kind != BROADCAST else max(1, size - unit + 1)
 
 
+def _lengths(sights: list[Sight]) -> tuple[int, ...]:
+    """How many messages each connection shows."""
+    return tuple(len(sight.lengths) for sight in sights)
+
+
 class Recogniser:
     """Reads collectives of which nobody has named the size."""
 
@@ -55,6 +60,8 @@ class Recogniser:
         """Whether `reading` has made a long search."""
         self.hopeless = False
         """Whether that search has shown that no single collective begins like what was seen."""
+        self.over = False
+        """Whether all that was seen may be a few usual collectives, and only what follows can tell."""
         self._history: list[Blueprint] = []
         self._guesses_left = 0
         self._group, self._judge, self._evidence = group, judge, evidence
@@ -70,6 +77,7 @@ class Recogniser:
         read wrongly shifts connections against each other, and no bucket fits behind it.
         """
         sights = self._sights.look()
+        self.over = False
         if not any(sight.lengths for sight in sights):
             return None
         start = (0,) * len(sights)
@@ -82,8 +90,9 @@ class Recogniser:
             chosen = self._copied(options, sights, copies) if copies else None
             if chosen is not None:
                 return chosen
-            if any(self._takes(option, sights) == tuple(len(s.lengths) for s in sights) for option in options):
-                return None  # what follows will tell
+            self.over = self._row(sights, start, _MOST_AHEAD)
+            if self.over and any(self._takes(option, sights) == _lengths(sights) for option in options):
+                return None
         if not (quiet or (grown and not self._begun(sights, start))):
             return None
         self.searched = True
@@ -96,7 +105,7 @@ class Recogniser:
                 open_ = True
             elif self._content(one.protocol, one.used, sights):
                 found = self._blueprint(one, sights)
-                if found is not None and self._in_order(found.blueprint, sights):
+                if found is not None and in_order(found.blueprint, sights):
                     options.append(found)
         options.sort(key=lambda option: (option.kind != BROADCAST, option.kind != ALLREDUCE))
         if options and not open_ and len({self._takes(option, sights) for option in options}) == 1:
@@ -168,6 +177,13 @@ class Recogniser:
             for made in self._usual(sights, start)
             if self._fits_whole(made, sights, start)
         ]
+
+    def _row(self, sights: list[Sight], start: tuple[int, ...], most: int) -> bool:
+        """Whether a few usual ones in a row end where what was seen ends."""
+        if start == _lengths(sights):
+            return True
+        rows = [self._takes(option, sights) for option in self._whole(sights, start)] if most else []
+        return any(self._row(sights, tuple(a + b for a, b in zip(start, row, strict=True)), most - 1) for row in rows)
 
     def _begun(self, sights: list[Sight], start: tuple[int, ...]) -> bool:
         """Whether everything seen can be the beginning of a usual one, and more of it must come."""
@@ -243,7 +259,7 @@ class Recogniser:
                 return False
         if not used or any(start):
             return bool(used)
-        return self._in_order(blueprint, sights) and self._content(blueprint.call.protocol, used, sights)
+        return in_order(blueprint, sights) and self._content(blueprint.call.protocol, used, sights)
 
     def _passed(self, connection: Connection, blueprint: Blueprint) -> bool:
         """Whether all lanes of a connection, of which messages are missing, are beyond a collective."""
@@ -323,25 +339,6 @@ class Recogniser:
                 if self._takes(found, sights) == wanted and self._judge.verdict(blueprint, apart) is not None:
                     return found
         return None
-
-    def _in_order(self, blueprint: Blueprint, sights: list[Sight]) -> bool:
-        """Whether no rank sends something of a later collective before it got what it needs of this one, and none
-        before all have given their part of an all-reduce."""
-        got: dict[int, int] = {}
-        given = 0
-        next_: list[tuple[int, int]] = []
-        for sight in sights:
-            part = blueprint.part(sight.edge)
-            used = 0 if part is None else part.messages
-            times = [0 if start is None else start[1].time for start in sight.starts[: used + 1]]
-            if 0 < used <= len(times):
-                got[sight.edge.receiver] = max(got.get(sight.edge.receiver, 0), times[used - 1])
-            if used < len(times):
-                next_.append((times[used], sight.edge.sender))
-            if part is not None and blueprint.call.kind == ALLREDUCE:
-                final = part.places[:, 6]
-                given = max([given, *(time for k, time in enumerate(times[:used]) if not final[k])])
-        return not any(0 < time < max(given, got.get(sender, 0)) for time, sender in next_)
 
     def _content(self, protocol: int, takes: dict[Edge, int], sights: list[Sight]) -> bool:
         """Whether announcements and flags allow the protocol."""

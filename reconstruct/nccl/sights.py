@@ -11,10 +11,10 @@ from reconstruct.nccl.group import Edge
 from reconstruct.nccl.holdings import Kept
 from reconstruct.nccl.lanes import Lane, Lanes
 from reconstruct.nccl.roster import Roster
-from reconstruct.nccl.schedule import base_step
+from reconstruct.nccl.schedule import ALLREDUCE, base_step
 from reconstruct.nccl.script import AR_THRESHOLD, NO_IMMEDIATE, T_FIRST
 
-__all__ = ["Sight", "Sights"]
+__all__ = ["Sight", "Sights", "in_order"]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +25,26 @@ class Sight:
     lengths: tuple[int, ...]
     starts: list[tuple[Lane, Kept] | None]
     connection: Connection
+
+
+def in_order(blueprint: Blueprint, sights: list[Sight]) -> bool:
+    """Whether no rank sends something of a later collective before it got what it needs of this one, and none before
+    all have given their part of an all-reduce."""
+    got: dict[int, int] = {}
+    given = 0
+    next_: list[tuple[int, int]] = []
+    for sight in sights:
+        part = blueprint.part(sight.edge)
+        used = 0 if part is None else part.messages
+        times = [0 if start is None else start[1].time for start in sight.starts[: used + 1]]
+        if 0 < used <= len(times):
+            got[sight.edge.receiver] = max(got.get(sight.edge.receiver, 0), times[used - 1])
+        if used < len(times):
+            next_.append((times[used], sight.edge.sender))
+        if part is not None and blueprint.call.kind == ALLREDUCE:
+            final = part.places[:, 6]
+            given = max([given, *(time for k, time in enumerate(times[:used]) if not final[k])])
+    return not any(0 < time < max(given, got.get(sender, 0)) for time, sender in next_)
 
 
 class Sights:
