@@ -81,7 +81,7 @@ def main() -> None:
 @click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Snapshots kept per epoch.")
 @click.option("--observe", is_flag=True, help="No job: decode and report collectives, coverage and loss.")
 @click.option("--ring-mib", type=click.IntRange(4, 65536), default=256, show_default=True, help="Capture ring size.")
-@click.option("--block-kib", type=click.IntRange(128, 65536), default=1024, show_default=True, help="Ring block size.")
+@click.option("--block-kib", type=click.IntRange(128, 65536), default=256, show_default=True, help="Ring block size.")
 @click.option(
     "--landing-gib", type=click.FloatRange(min=0.001), default=8.0, show_default=True,
     help="Memory for gradients in flight.",

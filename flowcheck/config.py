@@ -40,7 +40,7 @@ class DaemonConfig:
     keep: int = 3
     observe: bool = False
     ring_mib: int = 256
-    block_kib: int = 1024
+    block_kib: int = 256
     landing_gib: float = 8.0
     vantage: tuple[str, ...] = ()
     vxlan_port: tuple[int, ...] = (4789,)

@@ -53,6 +53,7 @@ SMALLEST_BLOCK = 128 << 10
 LARGEST_BLOCK = 1 << 30
 _HEADROOM = 1024
 _REBIND_EVERY = 0.1
+_RUN_BYTES = 4 << 20  # of the ring that one `Block` covers at most
 
 
 @intrinsic
@@ -148,10 +149,12 @@ class AfPacketSource:
     """Frames that arrive at one interface, promiscuously; frames that this host sends are left out.
 
     `block_size` bytes (a multiple of the page size, at least 128 KiB) times `blocks` is the ring; a block
-    is handed over when it is full or `retire_ms` after its first frame. Blocks may be held and released in
-    any order and by another thread than the reader's; the kernel waits at a block that is held and counts
-    the frames that find no room in `drops`. The VLAN tag that the kernel moves out of a frame is in
-    `Block.vlan`.
+    is handed over when it is full or `retire_ms` after its first frame. So at a trickle of frames the ring
+    bridges `blocks` times `retire_ms` of a reader that does not come to read, however many bytes it has.
+    What is read is all blocks that are ready, up to 4 MiB and a quarter of the ring, as one: a reader that
+    is late gets more at once. They may be held and released in any order and by another thread than the
+    reader's; the kernel waits at a block that is held and counts the frames that find no room in `drops`.
+    The VLAN tag that the kernel moves out of a frame is in `Block.vlan`.
 
     When the interface goes down or disappears that is written to `problems` (the newest 64) and reading
     goes on once it is back.
@@ -164,8 +167,8 @@ class AfPacketSource:
         self,
         interface: str,
         *,
-        block_size: int = 1 << 20,
-        blocks: int = 64,
+        block_size: int = 256 << 10,
+        blocks: int = 256,
         retire_ms: int = 4,
         vantage: int = 0,
     ) -> None:
@@ -182,7 +185,7 @@ class AfPacketSource:
         self.name = interface
         self.problems: deque[str] = deque(maxlen=64)
         self._vantage = vantage
-        self._held: dict[Block, int] = {}
+        self._held: dict[Block, list[int]] = {}
         self._held_slots: set[int] = set()
         self._next = 0
         self._packets = 0
@@ -234,10 +237,12 @@ class AfPacketSource:
         sock.setsockopt(SOL_PACKET, PACKET_RX_RING, ring)
         # Shared and writable, mmap's defaults: the status of a block is written to give it back.
         self._map = mmap.mmap(sock.fileno(), block_size * blocks)
-        whole = np.frombuffer(self._map, np.uint8)
-        self._bases = [whole[i * block_size : (i + 1) * block_size] for i in range(blocks)]
-        self._words = [base.view(np.uint32) for base in self._bases]
-        self._halves = [base.view(np.uint16) for base in self._bases]
+        self._whole = np.frombuffer(self._map, np.uint8)
+        self._size = block_size
+        bases = [self._whole[i * block_size : (i + 1) * block_size] for i in range(blocks)]
+        self._words = [base.view(np.uint32) for base in bases]
+        self._halves = [base.view(np.uint16) for base in bases]
+        self._most = max(1, min(_RUN_BYTES // block_size, blocks // 4))
         self._bind()
         self._poll = select.poll()
         self._poll.register(sock.fileno(), select.POLLIN)
@@ -258,18 +263,13 @@ class AfPacketSource:
         return struct.pack("iHH8s", self._index, PACKET_MR_PROMISC, 0, b"")
 
     def read(self, timeout: float) -> Block | None:
-        """The next ring block, or None when the kernel hands none over within `timeout` seconds."""
+        """The next ring blocks, or None when the kernel hands none over within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         readable = False
         while not self._closed:
-            slot = self._next
-            if slot not in self._held_slots:
-                count = ring_block_count(self._words[slot])
-                if count >= 0:
-                    block = self._take(slot, count)
-                    if block is not None:
-                        return block
-                    continue
+            block = self._take()
+            if block is not None:
+                return block
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 break
@@ -280,11 +280,42 @@ class AfPacketSource:
             readable = self._wait(remaining)
         return None
 
-    def _take(self, slot: int, count: int) -> Block | None:
+    def _take(self) -> Block | None:
+        """The blocks that are ready and lie behind one another, as one."""
+        slots: list[int] = []
+        tables: list[np.ndarray] = []
+        while len(slots) < self._most:
+            slot = self._next
+            if slot in self._held_slots or (slots and slot < slots[0]):
+                break
+            count = ring_block_count(self._words[slot])
+            if count < 0:
+                break
+            self._next = (slot + 1) % len(self._words)
+            table = self._walk(slot, count)
+            if not table.shape[1]:
+                ring_block_return(self._words[slot])
+                continue
+            if slots:
+                table[0] += (slot - slots[0]) * self._size
+            slots.append(slot)
+            tables.append(table)
+        if not slots:
+            return None
+        table = tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
+        self._packets += table.shape[1]
+        offset, caplen, wirelen, ts, vlan = table
+        memory = self._whole[slots[0] * self._size : (slots[-1] + 1) * self._size]
+        block = Block(memory, offset, caplen, wirelen, ts, vlan, self._vantage, self._linktype)
+        self._held[block] = slots
+        self._held_slots.update(slots)
+        return block
+
+    def _walk(self, slot: int, count: int) -> np.ndarray:
+        """Where the frames of a ring block are (`ring_block_walk`)."""
         words = self._words[slot]
         table = np.empty((5, min(count, words.size * 4 // _HEADER)), np.int64)
         frames, total, cut = ring_block_walk(words, self._halves[slot], table)
-        self._next = (slot + 1) % len(self._bases)
         if cut > self._cut_reported:
             self._cut_reported = cut
             self.problems.append(
@@ -292,16 +323,8 @@ class AfPacketSource:
             )
         if frames < count:
             self.problems.append(f"{self.name}: {count - frames} frames of a ring block lie outside it")
-        if not frames:
-            ring_block_return(words)
-            return None
-        self._packets += frames
         self._bytes += total
-        offset, caplen, wirelen, ts, vlan = table[:, :frames]
-        block = Block(self._bases[slot], offset, caplen, wirelen, ts, vlan, self._vantage, self._linktype)
-        self._held[block] = slot
-        self._held_slots.add(slot)
-        return block
+        return table[:, :frames]
 
     def _wait(self, remaining: float) -> bool:
         """Wait for the kernel; returns whether it says that there is something to read."""
@@ -339,12 +362,13 @@ class AfPacketSource:
         """Give a block back to the kernel. Raises ValueError for a block that is not held."""
         if self._closed:
             return
-        slot = self._held.pop(block, None)
-        if slot is None:
+        slots = self._held.pop(block, None)
+        if slots is None:
             raise ValueError(f"{self.name}: this block was released before or is another source's")
         # Status first: a reader in another thread must not find the slot free and the old frames still in it.
-        ring_block_return(self._words[slot])
-        self._held_slots.remove(slot)
+        for slot in slots:
+            ring_block_return(self._words[slot])
+            self._held_slots.remove(slot)
 
     @property
     def finished(self) -> bool:
@@ -380,8 +404,8 @@ class AfPacketSource:
             self._socket.close()
         self._held.clear()
         self._held_slots.clear()
-        self._bases, self._words, self._halves = [], [], []
-        del self._map
+        self._words, self._halves = [], []
+        del self._whole, self._map
 
 
 def _interface_index(interface: str) -> int:

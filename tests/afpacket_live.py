@@ -170,7 +170,21 @@ for _ in range(50):
     tx.send(macs + b"\x08\x00" + b"late" * 16_000)
 out["after_close"] = block.base[block.offset[0] : block.offset[0] + block.caplen[0]].tobytes() == last
 
-# 5: loopback shows each frame once; without the capability the reason is told.
+# 5: a reader that comes late gets all blocks that are ready as one, up to a quarter of the ring, past its end too.
+source = AfPacketSource("right", block_size=128 << 10, blocks=20)
+out["late"], sizes = [], []
+for burst in range(3):
+    for i in range(13):
+        tx.send(macs + b"\x08\x00" + bytes([burst, i]) * 500)
+        time.sleep(0.02)
+    while (block := source.read(0.05)) is not None:
+        sizes.append(len(block))
+        out["late"] += [block.base[o + 14 : o + 16].tolist() for o in block.offset]
+        source.release(block)
+out["late_sizes"], out["late_drops"] = sizes, source.counters().drops
+source.close()
+
+# 6: loopback shows each frame once; without the capability the reason is told.
 ip.link("set", index=index("lo"), state="up")
 source = AfPacketSource("lo")
 udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

@@ -101,6 +101,8 @@ def test_held_blocks_keep_their_frames(live: dict[str, Any]) -> None:
     assert live["full_cpu"] < 0.5, "waiting for a held block must not spin"
     assert "released before" in live["twice"]
     assert live["order_after"] == [8, 9, 10, 11]
+    assert live["late"] == [[burst, i] for burst in range(3) for i in range(13)] and live["late_drops"] == 0
+    assert len(live["late_sizes"]) <= 13, live["late_sizes"]  # 5, 5, 3; 5, 2, 5, 1; 5, 5, 3 if each came to one block
     assert live["order_drops"] == 4
     assert live["after_close"]
 
