@@ -24,7 +24,7 @@ from reconstruct.nccl.script import T_FINAL, T_FIRST, agree
 __all__ = ["Bound", "Connection", "Fit", "Match", "Reader", "Use", "first_of"]
 
 _MOST_WAYS = 2000
-_LOOK_BACK = 256  # messages among which the last partial sum is looked for
+_MOST_FITS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -147,16 +147,13 @@ def first_of(times: Iterable[int]) -> int:
     return min((time for time in times if time > 0), default=0)
 
 
-def _given(lane: Lane, table: np.ndarray, start: int) -> int:
-    """When the last partial sum that a lane shows of a collective, which begins at packet `start`, began; 0: none."""
+def _given(seen: np.ndarray, table: np.ndarray, start: int) -> int:
+    """Which of the messages seen is the last partial sum of a collective that begins at packet `start`; -1: none."""
     firsts = table[:, T_FIRST]
-    at = bisect_left(lane.queue, start + int(firsts[-1]), key=lambda kept: kept.first)
-    for kept in reversed(lane.queue[max(0, at - _LOOK_BACK) : at]):
-        if kept.first < start:
-            break
-        if not table[int(np.searchsorted(firsts[:-1], kept.first - start, "right")) - 1, T_FINAL]:
-            return kept.time
-    return 0
+    low, high = np.searchsorted(seen[:, 0], (start, start + int(firsts[-1])))
+    which = np.searchsorted(firsts[:-1], seen[low:high, 0] - start, "right") - 1
+    partial = np.flatnonzero(table[which, T_FINAL] == 0)
+    return int(low + partial[-1]) if len(partial) else -1
 
 
 def _only_way(lanes: list[int], ends: list[tuple[int, int]], fits: set[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -208,15 +205,33 @@ class Reader:
         return blueprint.table(use_part, mtu, apart, self.pairs, self.split, pair, number, base)
 
     def seen(self, lane: Lane) -> np.ndarray:
-        """int64[n, 3] as `script.agree` wants it."""
-        rows = [(kept.first, kept.length, kept.imm) for kept in lane.queue]
-        return np.array(rows, np.int64).reshape(len(rows), 3)
+        """int64[n, 3] as `script.agree` wants it, in the order of their packets."""
+        found: np.ndarray | None = lane.fits.get(None)
+        if found is None:
+            rows = [(kept.first, kept.length, kept.imm) for kept in lane.queue]
+            found = lane.fits[None] = np.array(rows, np.int64).reshape(len(rows), 3)
+        return found
 
     def fit(self, lane: Lane, connection: Connection, pair: int, phase: int, extra: Blueprint | None,
             apart: bool) -> Fit | None:
         """How a lane agrees with a connection's collectives that it has not got yet, and `extra` behind them; None if
         it contradicts them."""
         start = int(self.lanes.state.lanes[lane.index, n.L_NEXT])
+        left = tuple((use, use.blueprint) for use in connection.uses[connection.done.get(pair, 0) :])
+        key = (
+            start, left, connection, connection.number, connection.step, pair, phase, extra, apart, lane.mtu, self.mtu,
+            self.longest,
+        )  # fmt: skip
+        if key not in lane.fits:
+            if len(lane.fits) > _MOST_FITS:
+                lane.fits.clear()
+            lane.fits[key] = self._fit(lane, connection, pair, phase, extra, apart, start)
+        found: Fit | None = lane.fits[key]
+        return found
+
+    def _fit(self, lane: Lane, connection: Connection, pair: int, phase: int, extra: Blueprint | None, apart: bool,
+             start: int) -> Fit | None:
+        """The same; start: the boundary."""
         seen = self.seen(lane)
         uses = [
             (use.part, use.blueprint, use.number, use.base) for use in connection.uses[connection.done.get(pair, 0) :]
@@ -243,7 +258,8 @@ class Reader:
                 return None
             matched += strong
             whole = met == count or behind > 0
-            given = _given(lane, table, start) if blueprint is extra else 0
+            last = _given(seen, table, start) if blueprint is extra else -1
+            given = lane.queue[last].time if last >= 0 else 0
             start += int(table[count, T_FIRST])
         at = bisect_left(lane.queue, start, key=lambda kept: kept.first)
         later = lane.queue[at].time if at < len(lane.queue) else 0

@@ -54,7 +54,8 @@ class Blueprint:
     def __init__(self, home: Blueprints, call: Collective, root: int) -> None:
         self.call, self.root = call, root
         self._home = home
-        self._parts: dict[tuple[int, int, int], Part | None] = {}
+        self._parts: dict[Edge, Part | None] = {}
+        self._made: dict[tuple[int, int, int], Part | None] = {}
         self._rows: dict[int, dict[int, np.ndarray]] = {}
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
 
@@ -66,6 +67,11 @@ class Blueprint:
 
     def part(self, edge: Edge) -> Part | None:
         """What a connection carries; None if nothing."""
+        if edge not in self._parts:
+            self._parts[edge] = self._find(edge)
+        return self._parts[edge]
+
+    def _find(self, edge: Edge) -> Part | None:
         group, call = self._home.group, self.call
         ring = group.rings[edge.channel] if edge.channel < len(group.rings) else ()
         position = row_position(edge, call.algorithm, call.kind, max(0, self.root), ring)
@@ -73,9 +79,9 @@ class Blueprint:
         if position == NOWHERE or head < 0:
             return None
         key = edge.channel, head, position
-        if key not in self._parts:
-            self._parts[key] = self._make(edge.channel, head, position)
-        return self._parts[key]
+        if key not in self._made:
+            self._made[key] = self._make(edge.channel, head, position)
+        return self._made[key]
 
     def _make(self, channel: int, head: int, position: int) -> Part | None:
         if head not in self._rows:

@@ -67,18 +67,19 @@ class Evidence:
         store = kept.store
         if not 0 < kept.length <= _LONGEST_LAYOUT or store is None or not store.covered == kept.length == store.size:
             return False
-        source, end = address_of(store.data), inner(protocol, 0, kept.length)[1]
-        data = np.zeros(end // UNIT_WIRE[protocol] * UNIT_DATA[protocol] // 4 * 4, np.uint8)
-        if data.size == 0:
-            return False
-        decode(protocol, source, 0, end, address_of(data), data.size, read_flag(protocol, source))
-        numbers = data.view(np.int32)
+        if protocol not in kept.numbers:
+            source, end = address_of(store.data), inner(protocol, 0, kept.length)[1]
+            data = np.zeros(end // UNIT_WIRE[protocol] * UNIT_DATA[protocol] // 4 * 4, np.uint8)
+            decode(protocol, source, 0, end, address_of(data), data.size, read_flag(protocol, source))
+            kept.numbers[protocol] = data.view(np.int32)
+        numbers = kept.numbers[protocol]
         orders = _orders(numbers)
         if orders:
             self._orders = orders
             return True
         return any(
-            len(numbers) >= buckets and numbers[:buckets].min() > 0 and int(numbers[:buckets].sum()) == parameters
+            len(numbers) >= buckets and numbers[0] > 0 and numbers[:buckets].min() > 0
+            and int(numbers[:buckets].sum()) == parameters
             for parameters, buckets in self._orders
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from reconstruct.landing import SEGMENT_BYTES, Landing
 from reconstruct.memory import Budget
@@ -35,6 +37,8 @@ class Kept:
     """Sender's rank and room, from the CTS entry that announced it, once that was found."""
     dropped: bool = False
     """Its bytes were seen and not kept."""
+    numbers: dict[int, np.ndarray] = field(default_factory=dict)
+    """By protocol: the data that it carries as int32, once somebody wanted them whole."""
 
 
 class Holdings:

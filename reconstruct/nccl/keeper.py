@@ -37,6 +37,7 @@ class Keeper:
         while at and lane.queue[at - 1].first > kept.first:
             at -= 1
         lane.queue.insert(at, kept)
+        lane.fits.clear()
         self.count += 1
         if kept.slot >= 0:
             self._lanes.by_slot[lane.index, kept.slot] = kept
@@ -53,6 +54,11 @@ class Keeper:
     def stored(self, kept: Kept) -> bool:
         """Whether the kernel knows a message as kept."""
         return bool(self._lanes.state.where[kept.slot, n.W_MODE] == n.KEEP)
+
+    def take(self, lane: Lane) -> Kept:
+        """Take the first message of a lane out of its queue."""
+        lane.fits.clear()
+        return lane.queue.pop(0)
 
     def done(self, lane: Lane, kept: Kept) -> None:
         """A message that was taken out of its queue is placed."""
@@ -72,6 +78,7 @@ class Keeper:
     def forget(self, lane: Lane) -> None:
         """Drop all messages of a lane."""
         queue, lane.queue = lane.queue, []
+        lane.fits.clear()
         for kept in queue:
             self.drop(lane, kept)
 
@@ -85,6 +92,7 @@ class Keeper:
         if message[M_PACKETS] >= 0:
             kept.packets = int(message[M_PACKETS])
         kept.slot = -1
+        lane.fits.clear()
         self._lanes.state.where[slot, n.W_MODE] = n.NOTHING
         self._learn(lane, kept)
 
@@ -93,6 +101,7 @@ class Keeper:
         kept = self._lanes.by_slot.get((lane.index, slot))
         if kept is not None and kept in lane.queue:
             lane.queue.remove(kept)
+            lane.fits.clear()
             self.drop(lane, kept)
 
     def _learn(self, lane: Lane, kept: Kept) -> None:

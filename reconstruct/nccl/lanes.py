@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -60,6 +60,8 @@ class Lane:
     """Messages of it kept so far without its connection being known."""
     gaps: int = 0
     """L_LOST when its last known collective began to be known."""
+    fits: dict[object, Any] = field(default_factory=dict)
+    """What `binding.Reader` has found out about these messages: forgotten where `queue` or a message in it changes."""
 
 
 class Connections(Protocol):

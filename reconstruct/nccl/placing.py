@@ -94,7 +94,7 @@ class Placer:
                     )  # fmt: skip
             reach = int(self._lanes.state.lanes[lane.index, n.L_NEXT])
             while self._ledger.lost is None and lane.queue and lane.queue[0].first < reach:
-                self._take(lane, lane.queue.pop(0))
+                self._take(lane, self._keeper.take(lane))
                 reach = int(self._lanes.state.lanes[lane.index, n.L_NEXT])
 
     def _take(self, lane: Lane, kept: Kept) -> None:
