@@ -31,6 +31,24 @@ def test_what_was_sent_before_an_all_reduce_came_before_it() -> None:
     ]
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_an_all_reduce_does_not_take_the_place_of_what_was_sent_before_and_captured_late(behind: int) -> None:
+    """A broadcast on the ring, seen after the beginning or all of the bucket that followed it on the trees."""
+    sender = Sender(HEADS)
+    order = np.arange(100, dtype=np.int32)
+    copy, bucket = sender.broadcast(order), sender.reduce(BIG)
+    node = 1
+    here, there = seen_at(HEADS, copy, node, "in", "out"), seen_at(HEADS, bucket, node, "in", "out")
+    at = len(there) if behind else len(there) // 3
+    rig = Rig(group_of(HEADS), SIZES)
+    rig.feed([*there[:at], *here, *there[at:]])
+    rig.feed(seen_at(HEADS, sender.broadcast(order) + sender.reduce(BIG), node, "in", "out"))
+    rig.finish()
+    assert not rig.wrong(sender.results) and rig.reduced[-1] == 3
+    assert any("captured later" in lost.reason for lost in rig.lost)
+    assert 0 in rig.messages and rig.messages[0][:400].view(np.int32).tolist() == order.tolist()
+
+
 def _queue_pair(frame: bytes) -> int:
     return int.from_bytes(frame[47:50], "big")
 

@@ -29,7 +29,7 @@ from reconstruct.landing import Landing
 from reconstruct.nccl import state as n
 from reconstruct.nccl.follow import Follower
 from reconstruct.nccl.group import NcclGroup
-from reconstruct.nccl.holdings import Holdings
+from reconstruct.nccl.holdings import HEADLESS_BYTES, Holdings
 from reconstruct.nccl.keeper import kept_of
 from reconstruct.nccl.kernel import run
 from reconstruct.nccl.lanes import Connections, Lanes
@@ -126,6 +126,19 @@ class NcclDecoder:
         follower = self._groups[group]
         newest = follower.ledger.tag if follower.pending else follower.ledger.tag - 1
         return newest if newest >= follower.ledger.first else -1
+
+    def decided(self, group: str) -> int:
+        """The tag of the next collective: of messages behind it, it is not known how many collectives they are."""
+        return self._groups[group].ledger.tag
+
+    def waiting(self, group: str) -> int:
+        """Bytes on the wire of the messages that no collective explains yet, counting what was lost among them as the
+        longest there are."""
+        lanes = [lane for lane in self._groups[group].roster.lanes if lane.queue]
+        lost = sum(HEADLESS_BYTES for lane in lanes if self._lanes.broken(lane))
+        return lost + sum(
+            kept.length if kept.length >= 0 else HEADLESS_BYTES for lane in lanes for kept in lane.queue
+        )
 
     def gaps(self, group: str) -> dict[tuple[int, int], int]:
         """(channel, sender) of each open connection -> how often packets were lost on it where no collective was

@@ -29,7 +29,7 @@ from reconstruct.decoder import (
 )
 from reconstruct.landing import Landing
 from reconstruct.nccl import state as n
-from reconstruct.nccl.binding import Reader
+from reconstruct.nccl.binding import Reader, first_of
 from reconstruct.nccl.blueprint import Blueprint
 from reconstruct.nccl.evidence import Evidence
 from reconstruct.nccl.group import NcclGroup
@@ -300,6 +300,16 @@ class Follower:
     def _install(self, blueprint: Blueprint, apart: bool, plan: Plan) -> None:
         """The next collective is this one."""
         call, tag = blueprint.call, self.ledger.tag
+        first, since = self._times(blueprint, apart)
+        # On connections that both use packet numbers tell the order, and clocks need not agree.
+        late = [
+            known.tag
+            for known in self.ledger.known.values()
+            if 0 < first < known.since and not self._share(known.blueprint, blueprint)
+        ]
+        if late:
+            self.placer.out_of_order(min(late))
+            return
         if self._reader.apart is None and self._judge.long(blueprint):
             self._reader.apart = apart
         landing = None
@@ -310,6 +320,7 @@ class Follower:
                 limit = self._held.budget.limit
                 self.ledger.say((tag,), f"{blueprint.size} bytes more are over the memory budget of {limit}: raise it")
         known = self.ledger.add(blueprint, plan, landing)
+        known.since = since if call.kind == REDUCTION else 0
         meta = landing.address if landing is not None else 0
         self._plan, self._look_at = None, 0
         watched = self.roster.watched()
@@ -319,6 +330,25 @@ class Follower:
                 known.link = connection.edge.sender, connection.edge.receiver
         for connection in watched:
             self.placer.extend(connection)
+
+    def _times(self, blueprint: Blueprint, apart: bool) -> tuple[int, int]:
+        """When the first message that is kept of a collective began, and the last that all ranks must have sent before
+        anything of a later one is sent; 0: none is."""
+        fits = [
+            self._reader.fit(lane, connection, pair, connection.phase, blueprint, apart)
+            for connection in self.roster.watched()
+            if blueprint.part(connection.edge) is not None
+            for pair, lane in connection.lanes.items()
+        ]
+        found = [fit for fit in fits if fit is not None]
+        loose = (lane.queue[0].time for lanes, _ in self.roster.loose()[0] for lane in lanes)
+        first = first_of([*(fit.began for fit in found), *loose])
+        return first, max([first, *(fit.given for fit in found)])
+
+    def _share(self, one: Blueprint, other: Blueprint) -> bool:
+        """Whether a connection that is watched carries both."""
+        edges = (connection.edge for connection in self.roster.watched() if connection.lanes)
+        return any(one.part(edge) is not None and other.part(edge) is not None for edge in edges)
 
     # Sizes that come later
 

@@ -36,7 +36,8 @@ _FAR = 16              # collectives that a lane must be ahead of one whose end 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A decided collective. link: sender and receiver of a connection that shows it."""
+    """A decided collective. link: sender and receiver of a connection that shows it; since: an all-reduce: nothing of a
+    later collective can have been sent before (ns)."""
 
     tag: int
     blueprint: Blueprint
@@ -45,6 +46,7 @@ class Known:
     stash: list[tuple[Lane, Kept]] = field(default_factory=list)
     """An all-reduce planned RAW: its messages, until the size is known."""
     link: tuple[int, int] = (-1, -1)
+    since: int = 0
 
     @property
     def reduction(self) -> bool:

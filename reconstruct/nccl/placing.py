@@ -152,12 +152,26 @@ class Placer:
         if entry is None or self._ledger.lost is not None:
             return
         tag, what = entry.tag, self._contradiction(lane, entry, kept, why)
+        if self._take_back(tag, what):
+            self._keeper.insert(lane, kept)
+            if kept.slot >= 0:
+                self._keeper.store(lane, kept)
+            self._taken_back()
+
+    def out_of_order(self, tag: int) -> None:
+        """What is to follow this collective was sent before it: it was captured late, and its place was taken."""
+        if self._take_back(tag, "another collective was sent before it, and captured later"):
+            self._taken_back()
+
+    def _take_back(self, tag: int, what: str) -> bool:
+        """Take back the decision of a collective and of all behind it, for a reason; False if nothing more is claimed
+        now."""
         self._tries[tag] = self._tries.get(tag, 0) + 1
         later = [known for known in self._ledger.known.values() if known.tag >= tag]
         told = any(known.landing is not None and known.landing.complete for known in later if known.tag > tag)
         if tag not in self._ledger.known or self._tries[tag] > _MOST_RETRIES or told:
             self.give_up(f"{NOT_THIS_SIZE}: {what}", tag)
-            return
+            return False
         for known in later:
             if known.landing is not None:
                 known.landing.condemn()
@@ -166,10 +180,7 @@ class Placer:
                 self._ledger.say((known.tag,), f"{reason}: {what}")
         self._ledger.foreign.add(tag)
         self._rewind(tag)
-        self._keeper.insert(lane, kept)
-        if kept.slot >= 0:
-            self._keeper.store(lane, kept)
-        self._taken_back()
+        return True
 
     def _contradiction(self, lane: Lane, entry: Entry, kept: Kept, why: int) -> str:
         index = int(np.searchsorted(entry.table[:-1, T_FIRST], kept.first - entry.start, "right")) - 1
