@@ -156,6 +156,13 @@ class Decoder(Protocol):
     def max_tag(self, group: str) -> int:
         """Highest tag of any collective seen in the group, -1 if none."""
 
+    def decided(self, group: str) -> int:
+        """Every collective with a lower tag that was seen is known for what it is. From this tag on messages may wait
+        of which not even the number of their collectives is known."""
+
+    def waiting(self, group: str) -> int:
+        """Bytes of the messages that wait from `decided` on, at least: what is larger is not among them."""
+
     def gaps(self, group: str) -> dict[tuple[int, int], int]:
         """(context, sender) of each open link -> how often it lost what numbers its messages.
 

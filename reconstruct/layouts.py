@@ -31,6 +31,12 @@ class Layouts:
         self._padding = padding
         self._order: tuple[int, np.ndarray] | None = None  # tag and content of the first layout broadcast
 
+    @property
+    def least(self) -> int:
+        """Bytes of the smallest bucket of any layout that is known."""
+        known = [one for one in (self.initial, self.rebuilt) if one is not None]
+        return min(bucket.nbytes for one in known for bucket in one.buckets)
+
     def wanted(self, length: int) -> bool:
         """Whether a broadcast of `length` bytes may be one of the two that tell the rebuilt layout."""
         return self.rebuilt is None and length <= 4 * (len(self._specs) + 1) + self._padding

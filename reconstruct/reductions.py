@@ -6,9 +6,12 @@ are kept until the layout is known or the list of their lengths tells the size. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from flowcheck.description import TensorSpec
 from reconstruct.buckets import Layout
 from reconstruct.decoder import IGNORE, RAW, AllReduce, Decoder, Plan, Request
 from reconstruct.landing import Landing
@@ -146,6 +149,25 @@ class Reductions:
 
     def landing(self, tag: int) -> Landing | None:
         return self._decoder.landing(self._group, tag)
+
+    def gradients(self, layout: Layout, tags: Sequence[int], specs: Sequence[TensorSpec]) -> dict[int, np.ndarray]:
+        """DDP parameter index -> uint8 view of its elements, of complete all-reduces: tags[b] carries bucket b."""
+        found: dict[int, np.ndarray] = {}
+        for bucket, tag in zip(layout.buckets, tags, strict=True):
+            held = self.landing(tag)
+            assert held is not None
+            for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+                found[index] = held.data[offset : offset + specs[index].nbytes]
+        return found
+
+    def holes(self, layout: Layout, tags: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(bucket, byte offset, length) of what is missing where tags[b] carries bucket b and the rest was not seen."""
+        found = []
+        for number, bucket in enumerate(layout.buckets):
+            held = self.landing(tags[number]) if number < len(tags) else None
+            missing = held.holes() if held is not None else [[0, bucket.nbytes]]
+            found += [(number, int(offset), int(length)) for offset, length in missing]
+        return found
 
     def complete(self, tag: int) -> bool:
         held = self.landing(tag)

@@ -20,10 +20,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from flowcheck.description import JobDescription
 from reconstruct.buckets import Layout, reduced_specs
+from reconstruct.counts import Counts, Window, surplus, surveyed
 from reconstruct.decoder import (
     ALLREDUCE,
     BROADCAST,
@@ -54,7 +53,7 @@ from reconstruct.step_events import (
     Waits,
 )
 from reconstruct.unconfirmed import Guess, Guesses
-from reconstruct.windows import Probe, choose
+from reconstruct.windows import choose, probes_of
 
 __all__ = [
     "NO_WAITS", "Notice", "StepConfirmed", "StepLost", "StepReady", "StepTracker", "TrackerEvent", "Waits",
@@ -106,6 +105,7 @@ class StepTracker:
         self._layouts = Layouts(description.ddp, self._specs, padding)
         self._table = Reductions(group, decoder)
         self._numbers = Numbering(description.group.sequence, decoder.max_tag(group), attached)
+        self._counts = Counts(every=description.group.backend != "nccl")
         self._gaps: dict[tuple[int, int], int] = decoder.gaps(group)
         self._markers: dict[int, tuple[Marker, int]] = {}
         self._late: deque[tuple[Marker, int]] = deque()  # of steps that were claimed without them
@@ -268,7 +268,7 @@ class StepTracker:
             return False
         current, first = reading
         candidates = self._table.candidates(current, first, end, until)
-        probes = self._probes(current, marker)
+        probes = probes_of(self.description, current, marker.canaries)
         undecided = self._table.undecided(current, first, end, until)
         # The mirror has not shown all of the window yet: nothing would contradict an earlier reduction taken for the
         # step's.
@@ -288,9 +288,16 @@ class StepTracker:
         if choice.problem is not None:
             if (unseen or behind) and waited <= waits.patience:
                 return False  # the mirror is late: what it has not shown yet may be the step's reduction
-            return self._lose(marker.step, self._why(marker, candidates, behind, choice.problem))
+            return self._lose(marker.step, self._why(marker, arrived, candidates, behind, choice.problem))
         if not all(self._table.complete(tag) for tag in choice.tags):
             return self._lose_incomplete(marker.step, current, choice.tags)
+        window = self._window(current, len(candidates), end, arrived, now, waits)
+        later = self._later(marker.step, now, waits)
+        if not any(any(probe.bits) for probe in probes):
+            problem = self._counts.problem(window, later, self._table.seen)
+            if problem is not None:
+                # The capture may not have come to the marker yet, and a later marker may show that this one was late.
+                return False if waited <= waits.patience else self._lose(marker.step, problem)
         if not self._predictor.observe(marker.step, [dict(g) for g in groups]) and self._guesses.doubtful is not None:
             return self._lose(
                 self._guesses.doubtful,
@@ -300,6 +307,7 @@ class StepTracker:
         self._plain = self._plain and len(candidates) == len(current.buckets)
         self._groups, self._version = groups, marker.version
         self._numbers.marked(marker.sequence, end, self._decoder.max_tag(self.group), until)
+        self._counts.claimed(window, later, self._table.seen, self._decoder.decided(self.group) >= end)
         self._guesses.proven()
         self.confirmed += 1
         return self._claim(marker.step, True, current, choice.tags, groups, marker.canaries, end)
@@ -338,12 +346,45 @@ class StepTracker:
         short = len(candidates) < len(current.buckets) or not all(self._table.complete(tag) for tag in open_)
         return short and waited <= waits.patience
 
-    def _why(self, marker: Marker, candidates: Sequence[tuple[int, int]], behind: bool, problem: str) -> str:
+    def _window(self, current: Layout, candidates: int, end: int, arrived: int, now: int, waits: Waits) -> Window:
+        """What c10d counted up to a marker, of which one reduction is the step's."""
+        buckets = len(current.buckets)
+        own = buckets + self._broadcasts(end)
+        came = self._came(end, arrived, now, waits)
+        return Window(end - self._start, own, buckets, candidates - buckets, end, came)
+
+    def _came(self, end: int, arrived: int, now: int, waits: Waits) -> int | None:
+        """When a marker came, once it is known what the wire had shown by then."""
+        if now < arrived and waits is not NO_WAITS:
+            return None
+        known = surveyed(self._decoder, self.group, end, self._layouts.least, self._table.seen)
+        return arrived if known else None
+
+    def _broadcasts(self, end: int) -> int:
+        """DDP's broadcasts of its layout with tags from the first that no claimed step has used on, up to `end`."""
+        behind = self._layouts.first_tag
+        return 2 if behind is not None and self._start + 2 <= behind <= end else 0
+
+    def _later(self, step: int, now: int, waits: Waits) -> list[tuple[int, int]]:
+        """(end, arrived) of the markers behind that of `step` which the capture has come to."""
+        later = []
+        for number, (marker, arrived) in self._markers.items():
+            end = self._numbers.end(marker.sequence)
+            if number > step and self._came(end, arrived, now, waits) is not None:
+                later.append((end, arrived))
+        return later
+
+    def _why(
+        self, marker: Marker, arrived: int, candidates: Sequence[tuple[int, int]], behind: bool, problem: str
+    ) -> str:
         end = self._numbers.end(marker.sequence)
         if behind:
             problem = f"the mirror has not shown all of collectives {self._start}..{end - 1}; of those shown, {problem}"
         losses = [self._link_losses[t] for t in self._table.within(self._start, end) if t in self._link_losses]
-        if candidates:
+        grouped = None if self._counts.every else surplus(self._table.seen, end, arrived)
+        if grouped is not None:
+            problem = f"{problem}; {grouped}"
+        if candidates or grouped is not None:
             return f"{problem} ({losses[0]})" if losses else problem
         if not self._decoder.links(self.group):
             return "no all-reduce traffic of this job reaches the mirror: mirror a port of one of its nodes"
@@ -391,7 +432,11 @@ class StepTracker:
             return False
         if open_ and since <= waits.traffic:
             return False
-        missing = 0 if later is None else self._missing(later - step + 1, end, until)
+        missing, window = 0, None
+        if later is not None:
+            missing, due = self._missing(later - step + 1, end, until)
+            came = self._came(end, arrived, now, waits)
+            window = Window(end - self._start, due + self._broadcasts(end), 0, 0, end, came)
         if missing > 0 and patient:
             return False
         cut = later is not None and end < self._numbers.end(self._markers[later][0].sequence)
@@ -403,11 +448,16 @@ class StepTracker:
             or self._unseen(tags[-1])
         ):
             return self._lose(step, "its marker is missing and its all-reduces do not tell the step's end")
+        if window is not None and later is not None:
+            problem = self._counts.problem(window, self._later(later, now, waits), self._table.seen)
+            if problem is not None:
+                return False if patient else self._lose(step, f"its marker is missing: {problem}")
         fields = self._predictor.fields(step)
         if fields is None:
             return self._lose(step, "its marker is missing and its hyper-parameters cannot be known without it")
         self._silent = later is None
         self._numbers.unmarked()
+        self._counts.unmarked(tags[-1] + 1 - self._start == len(tags) + self._broadcasts(tags[-1] + 1))
         self._guesses.add(step, Guess(tags[0], tags[-1], tuple(fields)))
         return self._claim(step, False, current, tags, tuple(fields), (), tags[-1] + 1)
 
@@ -417,17 +467,19 @@ class StepTracker:
     def _start(self) -> int:
         return self._numbers.start
 
-    def _missing(self, count: int, end: int, until: int) -> int:
-        """How many all-reduces the window lacks if it holds `count` steps of one reduction each; negative: too many."""
+    def _missing(self, count: int, end: int, until: int) -> tuple[int, int]:
+        """How many all-reduces the window lacks if it holds `count` steps of one reduction each (negative: too many),
+        and how many these steps have."""
         parts = self._layouts.of_steps(self.step - self.description.step, count, self._start)
         if parts is None:
-            return -1
-        missing = 0
+            return -1, 0
+        missing = due = 0
         for number, (current, first, steps) in enumerate(parts):
             stop = parts[number + 1][1] or end if number + 1 < len(parts) else end
             found = self._table.candidates(current, max(first, self._start), stop, until)
+            due += steps * len(current.buckets)
             missing += steps * len(current.buckets) - len(found)
-        return missing
+        return missing, due
 
     def _unseen(self, end: int) -> set[int]:
         """Tags of the window that may be all-reduces although nothing was seen of them."""
@@ -438,18 +490,6 @@ class StepTracker:
         sound = {context for (context, sender), n in gaps.items() if n == self._gaps.get((context, sender), 0)}
         newest = self._decoder.max_tag(self.group)  # a link that lost nothing vouches for no more than it has shown
         return {tag for tag in tags if tag > newest or tag % contexts not in sound}
-
-    def _probes(self, current: Layout, marker: Marker) -> list[Probe]:
-        probes = []
-        for canary in marker.canaries:
-            if canary.gradient is None or canary.parameter >= len(self.description.parameters):
-                continue
-            parameter = self.description.parameters[canary.parameter]
-            if parameter.index is None or canary.element >= parameter.spec.numel:
-                continue
-            bucket, offset = current.locate(parameter.index)
-            probes.append(Probe(bucket, offset + canary.element * parameter.spec.itemsize, canary.gradient))
-        return probes
 
     def _cover(self, current: Layout, candidates: Sequence[tuple[int, int]]) -> None:
         held = [self._table.landing(tag) for tag, _ in candidates[-len(current.buckets) :]]
@@ -465,12 +505,7 @@ class StepTracker:
         canaries: tuple[Canary, ...],
         end: int,
     ) -> bool:
-        gradients: dict[int, np.ndarray] = {}
-        for bucket, tag in zip(current.buckets, tags, strict=True):
-            held = self._table.landing(tag)
-            assert held is not None
-            for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-                gradients[index] = held.data[offset : offset + self._specs[index].nbytes]
+        gradients = self._table.gradients(current, tags, self._specs)
         self.coverage = 1.0
         time = max(self._table.time(tag) for tag in tags)
         self.step = step
@@ -506,16 +541,12 @@ class StepTracker:
         return self._layouts.initial.nbytes
 
     def _lose_incomplete(self, step: int, current: Layout, tags: tuple[int, ...]) -> bool:
-        holes = []
-        for number, (bucket, tag) in enumerate(zip(current.buckets, tags, strict=False)):
+        for number, tag in enumerate(tags):
             held = self._table.landing(tag)
-            missing = held.holes() if held is not None else [[0, bucket.nbytes]]
-            holes += [(number, int(offset), int(length)) for offset, length in missing]
             if held is not None and held.poisoned:
                 what = "came in two copies that differ" if held.conflicts else "proved to have another size"
                 return self._lose(step, f"bucket {number} (all-reduce {tag}) {what}")
-        for number in range(len(tags), len(current.buckets)):
-            holes.append((number, 0, current.buckets[number].nbytes))
+        holes = self._table.holes(current, tags)
         lost = sum(length for _, _, length in holes)
         self.hole_bytes += lost
         told = next((self._link_losses[tag] for tag in tags if tag in self._link_losses), None)

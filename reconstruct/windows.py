@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flowcheck.description import JobDescription
 from reconstruct.buckets import Layout
 from reconstruct.landing import Landing
+from reconstruct.markers import Canary
 
 MAX_CHOICES = 64
 
@@ -35,6 +37,20 @@ class Choice:
 
     tags: tuple[int, ...]
     problem: str | None = None
+
+
+def probes_of(description: JobDescription, layout: Layout, canaries: Iterable[Canary]) -> list[Probe]:
+    """The canaries of gradients that DDP reduces, placed in the layout."""
+    probes = []
+    for canary in canaries:
+        if canary.gradient is None or canary.parameter >= len(description.parameters):
+            continue
+        parameter = description.parameters[canary.parameter]
+        if parameter.index is None or canary.element >= parameter.spec.numel:
+            continue
+        bucket, offset = layout.locate(parameter.index)
+        probes.append(Probe(bucket, offset + canary.element * parameter.spec.itemsize, canary.gradient))
+    return probes
 
 
 def choose(

@@ -101,6 +101,14 @@ class GlooDecoder:
         lanes = self._lanes.of_group(member.number)
         return max([member.max_tag, *self._lanes.state.lanes[lanes, g.MAX_TAG].tolist()])
 
+    def decided(self, group: str) -> int:
+        """The tag behind the highest seen: every message names its own."""
+        return self.max_tag(group) + 1
+
+    def waiting(self, group: str) -> int:
+        """Nothing waits."""
+        return 0
+
     def gaps(self, group: str) -> dict[tuple[int, int], int]:
         """(context, sender) of each ring link that is open -> how often the start of a message was lost on it.
 
