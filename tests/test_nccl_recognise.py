@@ -67,7 +67,12 @@ def test_nothing_of_a_later_collective_comes_before_all_have_given_to_an_all_red
     mixed: Sent = [*there[: starts[1]], *here, *there[starts[1] :]]
     mixed = [(there[0][0] + 100 * at, link, frame) for at, (_, link, frame) in enumerate(mixed)]
     rig = Rig(group_of(HEADS), SIZES)
-    rig.feed(mixed)
+    rig.feed(mixed[: starts[1]], block=1)
+    judge = rig.decoder._groups["g"]._judge
+    small = judge.blueprints.reductions(4 * SMALL, 4)
+    assert judge.possible(small)
+    rig.feed(mixed[starts[1] :], block=1)
+    assert not judge.possible(small)
     rig.finish()
     assert 0 not in rig.reduced and not rig.wrong(sender.results)
 
@@ -159,3 +164,16 @@ def test_what_explains_nothing_is_told_in_time() -> None:
     rig.now += 10 * 10**9
     rig.pass_time()
     assert rig.reduced == [0] and rig.lost
+
+
+@pytest.mark.parametrize("count", [SMALL, BIG])
+@pytest.mark.parametrize("skew", [-100_000, 100_000])
+def test_clocks_of_two_mirrors_need_not_agree(skew: int, count: int) -> None:
+    """One direction is stamped 0.1 ms off: all-reduces share connections, whose packet numbers tell the order."""
+    job = Job(2, version="2.28.9", algorithm="ring", protocol="simple", channels=2)
+    sender = Sender(job)
+    sent = [frame for _ in range(6) for frame in sender.reduce(count)]
+    rig = Rig(group_of(job), SIZES)
+    rig.feed([(time + (skew if frame[26:30] < frame[30:34] else 0), link, frame) for time, link, frame in sent], 4)
+    rig.finish()
+    assert rig.reduced == list(range(6)) and not rig.lost and not rig.wrong(sender.results)
