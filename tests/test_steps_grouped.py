@@ -45,6 +45,21 @@ def test_a_groups_all_reduce_of_a_buckets_size_is_not_taken_for_the_bucket(canar
     assert "ncclGroupStart" in follower.lost.reason and "one by one" in follower.lost.reason
 
 
+@pytest.mark.parametrize("rebuilt", [REBUILT, PERMUTED])
+@pytest.mark.parametrize("sizes", [(2482, 2365, 120), (120, 390), (40, 120, 96), (300, 96)])
+def test_messages_that_wait_may_be_more_collectives_than_one(sizes: tuple[int, ...], rebuilt: Buckets) -> None:
+    """What is at the window's end is not understood yet: the tag was seen, but how many collectives it stands for?"""
+    for protocol, channels in (("ll128", 2), ("simple", 1)):
+        job = attached(protocol=protocol, channels=channels, rebuilt=rebuilt, seed=5)
+        for grouped in (True, False):
+            if grouped:
+                put_group(job, list(sizes))
+            job.reduction()
+            job.optimizer_step(canaries=0)
+        follower = Follower(job).run(quiet=SECOND)
+        follower.check(len(follower.steps))
+
+
 @pytest.mark.parametrize("canaries", [0, 3])
 def test_a_group_between_two_reductions_does_not_hide_the_second(canaries: int) -> None:
     job = attached(rebuilt=PERMUTED)
