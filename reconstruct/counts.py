@@ -56,17 +56,22 @@ def surveyed(decoder: Decoder, group: str, end: int, least: int, seen: Mapping[i
     return end in seen or decoder.max_tag(group) != end
 
 
+def _more(seen: Mapping[int, int], end: int, arrived: int) -> int:
+    """Collectives behind a marker's window that the wire had shown when it came."""
+    return sum(1 for tag, time in seen.items() if tag >= end and time <= arrived)
+
+
 def shown(seen: Mapping[int, int], end: int, arrived: int) -> int:
     """How the wire's count stood to a marker's when it came: AGREE, AHEAD or BEHIND. seen: tag -> when it was first
     seen, ns; end: the tag behind the marker's window; arrived: ns."""
-    if any(tag >= end and time <= arrived for tag, time in seen.items()):
+    if _more(seen, end, arrived):
         return AHEAD
     return AGREE if seen.get(end - 1, arrived + 1) <= arrived else BEHIND
 
 
 def surplus(seen: Mapping[int, int], end: int, arrived: int) -> str | None:
     """What is to be said of a window that ends before what the wire had shown when its marker came, if it does."""
-    more = sum(1 for tag, time in seen.items() if tag >= end and time <= arrived)
+    more = _more(seen, end, arrived)
     if not more:
         return None
     return (

@@ -183,8 +183,9 @@ class Follower:
         self._now = max(self._now, now)
         if self.dirty or self._quiet:
             self.advance()
-        waits = self.dirty or self._plan is RAW or self._minds.over  # for an answer of the planner's, or what follows
-        if self.ledger.lost is None and self.pending and self._now > self._newest + _LONG and not waits:
+        waits = self.dirty or self._plan is RAW  # for an answer of the planner's
+        late = self.ledger.lost is None and self.pending and self._now > self._newest + _LONG
+        if late and not waits and self.ledger.tag not in self._told and not self._minds.over:
             self._tell(_UNTOLD if self.roster.loose()[0] else _UNEXPLAINED)
 
     def _tell(self, reason: str) -> None:

@@ -156,12 +156,10 @@ class Placer:
             self._keeper.insert(lane, kept)
             if kept.slot >= 0:
                 self._keeper.store(lane, kept)
-            self._taken_back()
 
     def out_of_order(self, tag: int) -> None:
         """What is to follow this collective was sent before it: it was captured late, and its place was taken."""
-        if self._take_back(tag, "another collective was sent before it, and captured later"):
-            self._taken_back()
+        self._take_back(tag, "another collective was sent before it, and captured later")
 
     def _take_back(self, tag: int, what: str) -> bool:
         """Take back the decision of a collective and of all behind it, for a reason; False if nothing more is claimed
@@ -180,6 +178,7 @@ class Placer:
                 self._ledger.say((known.tag,), f"{reason}: {what}")
         self._ledger.foreign.add(tag)
         self._rewind(tag)
+        self._taken_back()
         return True
 
     def _contradiction(self, lane: Lane, entry: Entry, kept: Kept, why: int) -> str:

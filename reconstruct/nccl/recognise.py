@@ -60,8 +60,6 @@ class Recogniser:
         """Whether `reading` has made a long search."""
         self.hopeless = False
         """Whether that search has shown that no single collective begins like what was seen."""
-        self.over = False
-        """Whether all that was seen may be a few usual collectives, and only what follows can tell."""
         self._history: list[Blueprint] = []
         self._guesses_left = 0
         self._group, self._judge, self._evidence = group, judge, evidence
@@ -77,7 +75,6 @@ class Recogniser:
         read wrongly shifts connections against each other, and no bucket fits behind it.
         """
         sights = self._sights.look()
-        self.over = False
         if not any(sight.lengths for sight in sights):
             return None
         start = (0,) * len(sights)
@@ -90,9 +87,8 @@ class Recogniser:
             chosen = self._copied(options, sights, copies) if copies else None
             if chosen is not None:
                 return chosen
-            self.over = self._row(sights, start, _MOST_AHEAD)
-            if self.over and any(self._takes(option, sights) == _lengths(sights) for option in options):
-                return None
+            if any(self._takes(option, sights) == _lengths(sights) for option in options):
+                return None  # what follows will tell
         if not (quiet or (grown and not self._begun(sights, start))):
             return None
         self.searched = True
@@ -112,6 +108,12 @@ class Recogniser:
             return options[0]
         self._guesses_left = _MOST_GUESSES
         return self._leading(options, sights, start, 2)
+
+    @property
+    def over(self) -> bool:
+        """Whether all that was seen may be a few usual collectives, and only what follows can tell."""
+        sights = self._sights.look()
+        return any(s.lengths for s in sights) and self._row(sights, (0,) * len(sights), _MOST_AHEAD)
 
     @property
     def gone(self) -> bool:
