@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowcheck.lab.addresses import Port, training_address
+from flowcheck.lab.addresses import Port
 from flowcheck.lab.nccl_wire import Call, Communicator, Work, frames_of, mirrored
 from flowcheck.lab.nccl_wire_job import Job
+from flowcheck.rehearsal import group_of
 from mirror.block import Block
 from reconstruct.nccl.group import NcclGroup
-from reconstruct.nccl.schedule import LL, LL128, RING, SIMPLE
+from reconstruct.nccl.schedule import LL, LL128, SIMPLE
 
 VERSION = "2.26.2"
 RANKS = 4
@@ -57,10 +58,7 @@ def make(name: str, mtu: int, floats: int) -> Traffic:
         assert result is not None
         results.append(result.view(np.uint8))
         blocks[number >= WARM].extend(_blocks([(time, frame) for time, _, frame in sent]))
-    addresses = tuple((training_address(Port(host, 0), job.ipv6),) for host in job.hosts)
-    group = NcclGroup("bench", RANKS, VERSION, addresses, job.node_of, 1, (job.ring(0),), (RING,), (PROTOCOLS[name],),
-                      0, 0, (), (), 0, job.simple_threads)  # fmt: skip
-    return Traffic(name, mtu, 4 * floats, *blocks, results, group)
+    return Traffic(name, mtu, 4 * floats, *blocks, results, group_of(job, "bench"))
 
 
 def _blocks(frames: list[tuple[int, bytes]]) -> list[Block]:

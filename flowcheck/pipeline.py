@@ -6,6 +6,7 @@ thread uses a `Pipeline`; every wait inside is measured on the time that the cal
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +16,12 @@ from flowcheck import rehearsal
 from flowcheck.description import JobDescription
 from flowcheck.groups import completed, gloo_group, nccl_group, with_setup
 from flowcheck.vantages import Vantages
-from mirror.block import Block
+from mirror.block import Block, pack
 from mirror.frames import Flows
 from mirror.roce import QueuePairs, RoceReassembler
 from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
-from reconstruct.decoder import IGNORE, Decoder, Event, Plan, Request
+from reconstruct.decoder import IGNORE, Decoder, Event, Plan, Planner, Request
 from reconstruct.gloo import schedule
 from reconstruct.gloo.decoder import GlooDecoder
 from reconstruct.landing import Landing
@@ -28,8 +29,7 @@ from reconstruct.lr import Predictor
 from reconstruct.nccl.decoder import NcclDecoder
 from reconstruct.nccl.group import NcclGroup
 from reconstruct.nccl.setup import Contradiction, agreeing, of_job
-from reconstruct.nccl.setup_watch import SetupWatcher
-from reconstruct.nccl.sockets import SocketMessages
+from reconstruct.nccl.streams import NcclStreams
 from reconstruct.nccl.versions import traits
 from reconstruct.steps import StepTracker, TrackerEvent, Waits
 
@@ -50,6 +50,18 @@ class Limits:
     landings: int = 8 << 30
 
 
+def _planner(pipeline: Pipeline) -> Planner:
+    """`pipeline.plan` for its decoders, which do not hold it: the memory of a pipeline is too much to be kept until
+    the collector of cycles comes."""
+    found = weakref.ref(pipeline)
+
+    def plan(request: Request) -> Plan:
+        asked = found()
+        return IGNORE if asked is None else asked.plan(request)
+
+    return plan
+
+
 class Pipeline:
     """Frames in, steps out, for any number of jobs at once.
 
@@ -67,10 +79,10 @@ class Pipeline:
         self.roce = RoceReassembler(self.pairs, held_bytes=limits.reorder)
         self.tcp.segments.datagrams = self.roce.datagrams  # one walk of the frames fills both
         self.nccl = NcclDecoder(self.pairs, self.roce, budget_bytes=limits.landings)
-        self.sockets = SocketMessages(self.flows, traits(nccl_version).socket_inline if nccl_version else _INLINE)
+        self._streams = NcclStreams(self.flows, traits(nccl_version).socket_inline if nccl_version else _INLINE)
+        self.setups, self.sockets = self._streams.setups, self._streams.sockets
         self.nccl_tcp = NcclDecoder(self.sockets, self.sockets, budget_bytes=limits.landings)
-        self.gloo.planner = self.nccl.planner = self.nccl_tcp.planner = self._plan
-        self.setups = SetupWatcher(self.flows)
+        self.gloo.planner = self.nccl.planner = self.nccl_tcp.planner = _planner(self)
         self.trackers: dict[str, StepTracker] = {}
         self._facts: dict[str, NcclGroup] = {}
         self._decoders: dict[str, Decoder] = {}
@@ -145,38 +157,38 @@ class Pipeline:
             for t in self.trackers.values()
         )
 
-    def _plan(self, request: Request) -> Plan:
+    def plan(self, request: Request) -> Plan:
+        """What a decoder keeps of a collective: as the job's tracker wants it."""
         tracker = self.trackers.get(request.group)
         return tracker.plan(request) if tracker is not None else IGNORE
 
     def feed(self, block: Block, now: int) -> None:
         """Take one block of frames. The block may be released when this returns."""
-        self._streams(self.tcp.feed(block, now), now)
+        self._bytes(self.tcp.feed(block, now), now)
         datagrams = self.roce.datagrams
         if datagrams.n or self.pairs.count:
             self._take(self.nccl.feed(self.roce.take(datagrams, block.base, now), now))
 
     def expire(self, now: int) -> None:
         """Let gaps that will not be filled any more become holes."""
-        self._streams(self.tcp.expire(now), now)
+        self._bytes(self.tcp.expire(now), now)
         if self.pairs.count:
             self._take(self.nccl.feed(self.roce.expire(now), now))
 
     def flush(self, now: int) -> None:
         """The input has ended: every gap is a hole."""
-        self._streams(self.tcp.flush(now), now)
+        self._bytes(self.tcp.flush(now), now)
         if self.pairs.count:
             events = self.nccl.feed(self.roce.flush(now), now)
             while events:  # what was told, such as the layout, may decide what lies behind it
                 self._take(events)
                 events = self.nccl.feed(self.roce.expire(now), now)
 
-    def _streams(self, spans: Spans, now: int) -> None:
+    def _bytes(self, spans: Spans, now: int) -> None:
         """Bytes of TCP: gloo's messages, NCCL's set-up, or NCCL's messages."""
-        self.setups.feed(spans)
         self._take(self.gloo.feed(spans, now))
-        messages = self.sockets.feed(spans)
-        if self.sockets.count:
+        messages = self._streams.feed(spans)
+        if messages is not None:
             self._take(self.nccl_tcp.feed(messages, now))
 
     def _take(self, events: list[Event]) -> None:
@@ -223,9 +235,8 @@ class Pipeline:
 
     def warm_up(self) -> None:
         """Compile every kernel before the first frame arrives: a ring fills while a compiler runs."""
-        zero, size = np.zeros(1, np.int64), np.full(1, 64)
         pipeline = Pipeline(Limits(flows=64, reorder=1 << 20, landings=1 << 20), self._waits)
-        pipeline.feed(Block(np.zeros(64, np.uint8), zero, size, size, zero, zero - 1), 0)
+        pipeline.feed(pack([bytes(64)], 0), 0)
         pipeline.sockets.warm_up()
         pipeline.nccl.planner = rehearsal.planner
         for protocol in rehearsal.PROTOCOLS:

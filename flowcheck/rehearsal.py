@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from flowcheck.lab.addresses import training_address
+from flowcheck.lab import nccl_wire_job as lab
+from flowcheck.lab.addresses import Port, training_address
 from flowcheck.lab.nccl_wire import Call, frames_of
 from flowcheck.lab.nccl_wire_job import Job
-from mirror.block import Block
+from mirror.block import Block, pack
 from reconstruct.decoder import ALLREDUCE, RAW, AllReduce, Plan, Request
 from reconstruct.nccl.group import NcclGroup
-from reconstruct.nccl.schedule import LL, LL128, RING, SIMPLE
+from reconstruct.nccl.schedule import LL, LL128, NVLSTREE, RING, SIMPLE, TREE
 
-__all__ = ["ITEMSIZE", "PROTOCOLS", "SIZE", "planner", "rehearsal"]
+__all__ = ["ITEMSIZE", "PROTOCOLS", "SIZE", "group_of", "planner", "rehearsal"]
 
 SIZE, ITEMSIZE = 2400, 4
 """Of the all-reduces, bytes."""
-PROTOCOLS = {"ll": LL, "ll128": LL128, "simple": SIMPLE}
+PROTOCOLS = {lab.LL: LL, lab.LL128: LL128, lab.SIMPLE: SIMPLE}
+_ALGORITHMS = {lab.RING: RING, lab.TREE: TREE, lab.NVLSTREE: NVLSTREE}
 
 
 def rehearsal(protocol: str) -> tuple[NcclGroup, Block]:
@@ -29,20 +31,22 @@ def rehearsal(protocol: str) -> tuple[NcclGroup, Block]:
     sums = [np.arange(SIZE // ITEMSIZE, dtype=np.float32)] * job.ranks
     calls = [Call("broadcast", [np.arange(64, dtype=np.uint8)] * job.ranks), *(Call("allreduce", sums),) * 3]
     made = frames_of(job, calls)
-    size = np.array([len(frame) for _, _, frame in made], np.int64)
-    offset = np.concatenate(([0], np.cumsum(size)[:-1])).astype(np.int64)
-    base = np.frombuffer(bytearray(b"".join(frame for _, _, frame in made)), np.uint8)
-    times = np.array([time for time, _, _ in made], np.int64)
-    return _group(job, protocol), Block(base, offset, size, size, times, np.full(len(made), -1, np.int64))
+    return group_of(job, protocol), pack([frame for _, _, frame in made], [time for time, _, _ in made])
 
 
-def _group(job: Job, protocol: str) -> NcclGroup:
+def group_of(job: Job, name: str) -> NcclGroup:
+    """The communicator of a job of the lab, with the facts that its log gives."""
+    nvls = job.algorithm == lab.NVLSTREE
     return NcclGroup(
-        name=protocol, world_size=job.ranks, version=job.version,
-        addresses=tuple((training_address(port, job.ipv6),) for port in job.ports), nodes=job.node_of,
-        channels=job.channels, rings=tuple(job.ring(channel) for channel in range(job.channels)), algorithms=(RING,),
-        protocols=(PROTOCOLS[protocol],), tree_pattern=job.tree_pattern, search_channels=0, chains=(), heads=(),
-        nvls_channels=0,
+        name, job.ranks, job.version,
+        tuple(tuple(training_address(Port(host, rail), job.ipv6) for rail in range(job.rails)) for host in job.hosts),
+        job.node_of, job.channels, tuple(job.ring(channel) for channel in range(job.channels)),
+        (RING, TREE) if job.algorithm is None else (_ALGORITHMS[job.algorithm],),
+        tuple(PROTOCOLS.values()) if job.protocol is None else (PROTOCOLS[job.protocol],),
+        job.tree_pattern, job.search_channels,
+        tuple(tuple(job.chain(node, k) for k in range(job.search_channels)) for node in range(job.nodes)),
+        tuple(ranks[: job.heads] for ranks in job.node_ranks) if nvls else (), job.channels if nvls else 0,
+        job.simple_threads, job.qps, job.split,
     )  # fmt: skip
 
 

@@ -42,6 +42,14 @@ class Block:
         return len(self.offset)
 
 
+def pack(frames: Sequence[bytes], ts: int | Sequence[int]) -> Block:
+    """Frames that come from no source, one behind the other in memory of their own; ts: of each or of all, ns."""
+    size = np.array([len(frame) for frame in frames], np.int64)
+    base = np.frombuffer(bytearray(b"".join(frames)) or bytearray(1), np.uint8)
+    times = np.full(len(frames), ts, np.int64)
+    return Block(base, np.cumsum(size) - size, size, size, times, np.full(len(frames), -1, np.int64))
+
+
 @dataclass(frozen=True, slots=True)
 class SourceCounters:
     """What a source has seen since it was opened; cumulative, never reset.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numba import njit
 
 from mirror.memory import address_of, load_u8, store_u8
-from mirror.roce import RoceReassembler
 from mirror.roce_spans import BEGIN, DATA, DUPLICATE, END, HOLE, VOID, MessageSpans
 from mirror.roce_state import M_FIRST, M_FLOW, M_IMM, M_KIND, M_LENGTH, M_RKEY, M_VA
 from mirror.roce_wire import ATOMIC, READ, SEND, WRITE
 from mirror.streams import runs, up_to
 
-__all__ = ["Message", "MessageRecorder"]
+__all__ = ["Message", "MessageRecorder", "Reassembler"]
 
 _MISSING, _PRESENT, _DIFFERS = 0, 1, 2
 _NAMES = {SEND: "SEND", WRITE: "RDMA_WRITE", READ: "RDMA_READ", ATOMIC: "ATOMIC"}
@@ -106,10 +106,35 @@ def _take(kind: np.ndarray, message: np.ndarray, offset: np.ndarray, addr: np.nd
                 store_u8(marks + j, _DIFFERS)
 
 
+class Ends(Protocol):
+    """Who is at the ends of a flow: `mirror.roce.QueuePairs`, or whatever stands for it."""
+
+    def endpoint_src(self, flow: int) -> tuple[str, int]:
+        """(address of the sender, whatever)"""
+
+    def endpoint_dst(self, flow: int) -> tuple[str, int]:
+        """(address of the receiver, number of the queue pair)"""
+
+    def vantage(self, flow: int) -> int:
+        """The vantage group that shows it."""
+
+
+class Reassembler(Protocol):
+    """What makes the spans: `mirror.roce.RoceReassembler`, or whatever stands for it."""
+
+    @property
+    def messages(self) -> np.ndarray:
+        """int64[rows, M_COLUMNS]: the rows that spans speak of."""
+
+    @property
+    def flows(self) -> Ends:
+        """The table whose ids the spans carry."""
+
+
 class MessageRecorder:
     """Keeps every message whole. `messages` lists them in the order in which they began."""
 
-    def __init__(self, roce: RoceReassembler, *, limit: int = 1 << 30) -> None:
+    def __init__(self, roce: Reassembler, *, limit: int = 1 << 30) -> None:
         """`limit`: the most bytes kept, over all messages; what comes later counts as missing."""
         self.messages: list[Message] = []
         self.lost: list[tuple[int, int, int]] = []

@@ -12,8 +12,9 @@ import struct
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from tcp_frames import tcp_frame
 
-from mirror.block import Block
+from mirror.block import Block, pack
 from mirror.flows import Flows
 from mirror.memory import address_of
 from mirror.spans import Spans
@@ -181,28 +182,14 @@ class Job:
 
     def block(self, frames: list[Frame]) -> Block:
         """Frames as a captured block."""
-        parts, offsets, lengths = [], [], []
-        at = 0
+        made = []
         for frame in frames:
-            source, destination = self.ends(frame.link)
-            a, b = frame.link
-            tcp = struct.pack(
-                ">HHIIBBHHH", source, destination, frame.sequence, frame.ack, 0x50, frame.flags, 65535, 0, 0
-            )
-            total = 40 + len(frame.payload)
-            ip = struct.pack(
-                ">BBHHHBBH4s4s", 0x45, 0, total, 0, 0, 64, 6, 0, bytes((10, 0, 0, a + 1)), bytes((10, 0, 0, b + 1))
-            )
-            data = bytes(12) + b"\x08\x00" + ip + tcp + frame.payload
-            parts.append(data)
-            offsets.append(at)
-            lengths.append(len(data))
-            at += len(data)
-        size = np.array(lengths, np.int64)
-        return Block(
-            np.frombuffer(b"".join(parts), np.uint8), np.array(offsets, np.int64), size, size,
-            np.array([f.ts for f in frames], np.int64), np.full(len(frames), -1, np.int64),
-        )
+            (a, b), (source, destination) = frame.link, self.ends(frame.link)
+            made.append(tcp_frame(
+                frame.payload, seq=frame.sequence, ack=frame.ack, flags=frame.flags, src=f"10.0.0.{a + 1}",
+                dst=f"10.0.0.{b + 1}", sport=source, dport=destination,
+            ))  # fmt: skip
+        return pack(made, [frame.ts for frame in frames])
 
 
 class Follower:

@@ -21,7 +21,7 @@ from flowcheck.lab.nccl_wire_job import Job
 from flowcheck.lab.nccl_wire_sockets import Writer
 from flowcheck.nccl_facts import record
 from flowcheck.nccl_log import parse
-from mirror.block import Block
+from mirror.block import Block, pack
 
 LINE_RATE = 12.5  # bytes per ns
 
@@ -37,7 +37,7 @@ class TcpWriter:
 
     def __init__(self, release: tuple[int, ...], sockets: int, ends: tuple[str, str], port: int) -> None:
         self._writer = Writer(release, sockets)
-        self._ends, self._port = ends, port
+        self._ends, self.port = ends, port
         self._sent = [0] * (sockets + 1)
 
     def open(self) -> list[bytes]:
@@ -53,8 +53,8 @@ class TcpWriter:
         source, target = self._ends
         seq = 0 if flags == SYN else 1 + self._sent[index]
         self._sent[index] += len(data)
-        return tcp_frame(data, seq=seq, flags=flags, src=source, dst=target, sport=self._port + 1 + index,
-                         dport=self._port)
+        return tcp_frame(data, seq=seq, flags=flags, src=source, dst=target, sport=self.port + 1 + index,
+                         dport=self.port)
 
     def _segments(self, index: int, data: bytes) -> list[bytes]:
         return [self._frame(index, data[at : at + 1448]) for at in range(0, len(data), 1448)]
@@ -109,6 +109,11 @@ class NcclWire:
         step = event.base + event.index * work.layout.steps
         return [*frames, *self._writers[key].write(work.payload(lane, lane.pieces[event.index], step).tobytes())]
 
+    def listener(self, channel: int, sender: int, receiver: int) -> tuple[str, int]:
+        """Where a connection over TCP was accepted; port 1 if it was never made."""
+        writer = self._writers.get((channel, sender, receiver))
+        return training_address(self.job.ports[receiver], self.job.ipv6), 1 if writer is None else writer.port
+
     def _open(self, key: tuple[int, int, int]) -> list[bytes]:
         """A connection; one of a channel is made before it is needed, after those of the channels before."""
         frames = []
@@ -122,11 +127,7 @@ class NcclWire:
         return frames
 
     def block(self, frames: Sequence[Frame]) -> Block:
-        size = np.array([len(frame.data) for frame in frames], np.int64)
-        offset = np.concatenate(([0], np.cumsum(size)[:-1])).astype(np.int64)
-        base = np.frombuffer(bytearray(b"".join(frame.data for frame in frames)), np.uint8)
-        ts = np.array([frame.ts for frame in frames], np.int64)
-        return Block(base, offset, size, size, ts, np.full(len(frames), -1, np.int64))
+        return pack([frame.data for frame in frames], [frame.ts for frame in frames])
 
 
 class NcclJob(SyntheticJob):

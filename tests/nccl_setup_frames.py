@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tcp_frames import FIN, SYN, tcp_frame
 
 from flowcheck.lab.nccl_wire import Communicator
+from flowcheck.lab.nccl_wire_link import Connection
 from flowcheck.lab.nccl_wire_setup import Endpoint, Listeners, Stream, bootstrap, wiring
 from reconstruct.nccl.bootstrap import SetUpStream
 
@@ -14,8 +16,12 @@ BEFORE = 1_699_999_990_000_000_000
 """When set-up frames begin, ns: before those of `nccl_job.NcclWire`."""
 
 
-def streams(comm: Communicator, magic: int = 0xABCDEF, network: str = "192.168.0.") -> list[Stream]:
-    """All connections of a communicator's set-up; rank r has address <network>r+1."""
+def streams(
+    comm: Communicator, magic: int = 0xABCDEF, network: str = "192.168.0.",
+    accepts: Callable[[Connection], Endpoint] | None = None,
+) -> list[Stream]:  # fmt: skip
+    """All connections of a communicator's set-up; rank r has address <network>r+1. accepts: where connections between
+    nodes are accepted."""
     job = comm.job
     host = [f"{network}{rank + 1}" for rank in range(job.ranks)]
     listeners = {
@@ -25,7 +31,10 @@ def streams(comm: Communicator, magic: int = 0xABCDEF, network: str = "192.168.0
     every = {one.ordinal: one for rank in range(job.ranks) for one in comm.of_rank(rank)}
     return [
         *bootstrap(job, magic, (host[0], 4999), listeners),
-        *wiring(job, magic, every.values(), listeners, lambda one: (host[one.receiver], 20000 + one.ordinal)),
+        *wiring(
+            job, magic, every.values(), listeners,
+            accepts or (lambda one: (host[one.receiver], 20000 + one.ordinal)),
+        ),
     ]
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from tcp_frames import block_of
 
-from flowcheck.lab.addresses import Port, training_address
+from flowcheck import rehearsal
+from flowcheck.lab import nccl_wire_job as lab
+from flowcheck.lab.addresses import Port
 from flowcheck.lab.nccl_wire import Call, Communicator, Link, Work, frames_of, mirrored
-from flowcheck.lab.nccl_wire_job import NVLSTREE, Job
+from flowcheck.lab.nccl_wire_job import Job
 from flowcheck.lab.nccl_wire_payload import storage
 from mirror.roce import QueuePairs, RoceReassembler
 from reconstruct.decoder import (
@@ -33,32 +35,23 @@ from reconstruct.decoder import (
 from reconstruct.landing import Landing
 from reconstruct.nccl.decoder import NcclDecoder
 from reconstruct.nccl.group import NcclGroup
-from reconstruct.nccl.schedule import LL, LL128, RING, SIMPLE, TREE
-from reconstruct.nccl.schedule import NVLSTREE as NVLS
+from reconstruct.nccl.schedule import LL, LL128, NVLSTREE, RING, SIMPLE, TREE
 
 Sent = list[tuple[int, Link, bytes]]
-ALGORITHMS = {"ring": RING, "tree": TREE, "nvlstree": NVLS}
-PROTOCOLS = {"ll": LL, "ll128": LL128, "simple": SIMPLE}
 _FRAME_NS, _PAUSE_NS = 100, 20_000
 START = 1_700_000_000_000_000_000
 
 
 def group_of(job: Job, *, name: str = "g", version: str | None = None, every: bool = False) -> NcclGroup:
     """The facts of a job as its log gives them. every: all algorithms and protocols are possible."""
-    rails = range(job.rails)
-    heads = tuple(ranks[: job.heads] for ranks in job.node_ranks) if job.algorithm == NVLSTREE or every else ()
-    algorithms = (RING, TREE) if every or job.algorithm is None else (ALGORITHMS[job.algorithm],)
-    if job.algorithm == NVLSTREE:
-        algorithms = (NVLS,)
-    return NcclGroup(
-        name, job.ranks, job.version if version is None else version,
-        tuple(tuple(training_address(Port(host, rail), job.ipv6) for rail in rails) for host in job.hosts),
-        job.node_of, job.channels, tuple(job.ring(c) for c in range(job.channels)), algorithms,
-        (LL, LL128, SIMPLE) if every or job.protocol is None else (PROTOCOLS[job.protocol],),
-        job.tree_pattern, job.search_channels,
-        tuple(tuple(job.chain(node, k) for k in range(job.search_channels)) for node in range(job.nodes)),
-        heads, job.channels if heads else 0, job.simple_threads, job.qps, job.split,
-    )  # fmt: skip
+    group = rehearsal.group_of(job, name)
+    if every:
+        heads = tuple(ranks[: job.heads] for ranks in job.node_ranks)
+        group = replace(
+            group, algorithms=(NVLSTREE,) if job.algorithm == lab.NVLSTREE else (RING, TREE),
+            protocols=(LL, LL128, SIMPLE), heads=heads, nvls_channels=job.channels if heads else 0,
+        )  # fmt: skip
+    return group if version is None else replace(group, version=version)
 
 
 def gradients(rng: np.random.Generator, ranks: int, count: int, dtype: str = "float32") -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from flowcheck import jobfile, trainer_log
 from flowcheck.description import JobDescription
 from flowcheck.pipeline import Limits, Pipeline
 from flowcheck.trainer_log import TrainerLog
-from mirror.block import Block
+from mirror.block import Block, pack
 from mirror.capfile import CaptureFileSource
 from reconstruct.lr import Predictor
 from reconstruct.shadow import Shadow
@@ -71,11 +71,7 @@ class Result:
 
 
 def block_of(frames: list[Frame]) -> Block:
-    sizes = np.array([len(data) for _, data in frames], np.int64)
-    offset = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-    base = np.frombuffer(b"".join(data for _, data in frames) or b"\0", np.uint8)
-    ts = np.array([t for t, _ in frames], np.int64)
-    return Block(base, offset, sizes, sizes, ts, np.full(len(frames), -1, np.int64))
+    return pack([data for _, data in frames], [time for time, _ in frames])
 
 
 class Player:

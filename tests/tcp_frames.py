@@ -6,10 +6,11 @@ import ctypes
 import socket
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from mirror.block import Block
+from mirror.block import Block, pack
 from mirror.flows import Flows
 from mirror.spans import CLOSE, DATA, DUPLICATE, HOLE, KIND_NAMES, OPEN, Spans
 from mirror.tcp import TcpReassembler
@@ -39,12 +40,9 @@ def tcp_frame(payload: bytes = b"", *, seq: int = 0, ack: int = 0, flags: int = 
 def block_of(frames: Sequence[bytes], ts: int | Sequence[int] = START, *, wirelen: Sequence[int] | None = None,
              vlan: int = -1, linktype: int = 1, vantage: int = 0) -> Block:
     """One block of frames; `ts` for all of them or one each."""
-    length = np.array([len(frame) for frame in frames], np.int64)
-    offset = np.concatenate(([0], np.cumsum(length)[:-1])).astype(np.int64)
-    base = np.frombuffer(bytearray(b"".join(frames)) or bytearray(1), np.uint8)
-    wire = length.copy() if wirelen is None else np.array(wirelen, np.int64)
-    times = np.full(len(frames), ts, np.int64) if isinstance(ts, int) else np.array(ts, np.int64)
-    return Block(base, offset, length, wire, times, np.full(len(frames), vlan, np.int64), vantage, linktype)
+    block = pack(frames, ts)
+    wire = block.caplen.copy() if wirelen is None else np.array(wirelen, np.int64)
+    return replace(block, wirelen=wire, vlan=np.full(len(frames), vlan, np.int64), vantage=vantage, linktype=linktype)
 
 
 def chosen(block: Block, index: Iterable[int] | np.ndarray) -> Block:

@@ -16,9 +16,11 @@ from mirror.capfile import CaptureFileSource
 from mirror.flows import Flows
 from mirror.spans import HOLE
 from mirror.tcp import TcpReassembler
-from reconstruct.nccl.bootstrap import MAGIC, Member, NetConnection, Setup, SetUpStream, read_setup
+from reconstruct.nccl.bootstrap import Member, NetConnection, Setup, SetUpStream, read_setup
+from reconstruct.nccl.heads import MAGIC
 from reconstruct.nccl.setup import Contradiction, check
 from reconstruct.nccl.setup_watch import SetupWatcher
+from reconstruct.nccl.streams import NcclStreams
 from reconstruct.nccl.versions import ConnectionBlock, traits
 
 ONE, TWO = ("10.0.0.1", 5001), ("10.0.0.2", 5002)
@@ -28,18 +30,18 @@ def watch(path: Path, lose: int = -1) -> SetupWatcher:
     """The set-up of a capture; `lose`: a span of data, by number, that becomes a hole."""
     source = CaptureFileSource([path])
     flows = Flows(4096)
-    tcp, watcher = TcpReassembler(flows), SetupWatcher(flows)
+    tcp, streams = TcpReassembler(flows), NcclStreams(flows, 0)
     seen = 0
     while (block := source.read(0.0)) is not None:
         spans = tcp.feed(block, int(block.ts.max(initial=0)))
         if 0 <= lose - seen < spans.n:
             spans.kind[lose - seen] = HOLE
         seen += spans.n
-        watcher.feed(spans)
+        streams.feed(spans)
         source.release(block)
-    watcher.feed(tcp.flush(1 << 62))
+    streams.feed(tcp.flush(1 << 62))
     source.close()
-    return watcher
+    return streams.setups
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,9 @@ from mirror.capfile import CaptureFileSource
 from mirror.flows import Flows
 from mirror.tcp import TcpReassembler
 from reconstruct.lr import Predictor
-from reconstruct.nccl.bootstrap import MAGIC, Member, read_setup
+from reconstruct.nccl.bootstrap import Member, read_setup
 from reconstruct.nccl.group import Edge, NcclGroup, edges
+from reconstruct.nccl.heads import MAGIC, SETUP, Heads
 from reconstruct.nccl.setup import Contradiction, Untold, filled, named, queue_pairs, release
 from reconstruct.nccl.setup_watch import SetupWatcher
 from reconstruct.nccl.versions import UnknownVersion, traits
@@ -134,10 +135,13 @@ def test_rings_without_all_connections_of_a_node_tell_no_channels() -> None:
 
 def watched(frames: Frames, *, at_once: int = 8, most_bytes: int = 32 << 20) -> SetupWatcher:
     flows = Flows(4096)
-    tcp, watcher = TcpReassembler(flows), SetupWatcher(flows, most_bytes)
+    heads = Heads(flows)
+    tcp, watcher = TcpReassembler(flows), SetupWatcher(heads, most_bytes)
     for start in range(0, len(frames), at_once):
         block = block_of([(ts, data) for ts, data in frames[start : start + at_once]])
-        watcher.feed(tcp.feed(block, int(block.ts[-1])))
+        spans = tcp.feed(block, int(block.ts[-1]))
+        if heads.look(spans) & SETUP:
+            watcher.feed(spans)
     return watcher
 
 
@@ -160,15 +164,18 @@ def test_real_communicators_keep_their_ring_open_to_the_end(shared: Path) -> Non
     """So a closed one has ended: recorded set-up of NCCL 2.19, whose job ends within the capture."""
     source = CaptureFileSource([shared / "captures" / "nccl" / "allreduce+p2p.pcapng"])
     flows = Flows(4096)
-    tcp, watcher = TcpReassembler(flows), SetupWatcher(flows)
+    heads = Heads(flows)
+    tcp, watcher = TcpReassembler(flows), SetupWatcher(heads)
     block = source.read(0.0)
     assert block is not None
     rows = np.flatnonzero(block.ts <= block.ts[0] + 8_490_000_000)  # up to the end of the collectives
     spans = tcp.feed(replace_rows(block, rows), int(block.ts[rows[-1]]))
+    assert heads.look(spans) & SETUP
     watcher.feed(spans)
     before = watcher.setup()
     assert [one.over for one in before.communicators] == [False, False]
     spans = tcp.feed(replace_rows(block, np.arange(rows[-1] + 1, len(block.ts))), int(block.ts[-1]))
+    assert heads.look(spans) & SETUP
     watcher.feed(spans)
     assert [one.over for one in watcher.setup().communicators] == [True, True]
     source.release(block)

@@ -17,7 +17,9 @@ from mirror.flows import Flows
 from mirror.roce_spans import BEGIN, CLOSE, DATA, END, HOLE, MessageSpans
 from mirror.roce_state import M_COLUMNS, M_FIRST, M_IMM, M_KIND, M_LENGTH, M_PACKETS, M_VA
 from mirror.roce_wire import WRITE
+from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
+from reconstruct.nccl.heads import SOCKET, Heads
 from reconstruct.nccl.sockets import SocketMessages
 
 UNIT = 1024
@@ -84,16 +86,21 @@ class Reader:
     def __init__(self, inline: int = 128, **options: int) -> None:
         self.flows = Flows(256)
         self.tcp = TcpReassembler(self.flows, reorder_bytes=8 << 20)
-        self.messages = SocketMessages(self.flows, inline, **options)
+        self.heads = Heads(self.flows)
+        self.messages = SocketMessages(self.heads, inline, **options)
         self.seen: dict[int, Seen] = {}
         self.reasons: dict[int, str] = {}
         self._at: dict[int, tuple[int, int]] = {}
 
     def run(self, frames: list[bytes], batch: int = 7) -> dict[int, Seen]:
         for at in range(0, len(frames), batch):
-            self.take(self.messages.feed(self.tcp.feed(block_of(frames[at : at + batch], 10**9 + at), 1 << 40)))
-        self.take(self.messages.feed(self.tcp.flush(1 << 41)))
+            self.look(self.tcp.feed(block_of(frames[at : at + batch], 10**9 + at), 1 << 40))
+        self.look(self.tcp.flush(1 << 41))
         return self.seen
+
+    def look(self, spans: Spans) -> None:
+        if self.heads.look(spans) & SOCKET:
+            self.take(self.messages.feed(spans))
 
     def take(self, spans: MessageSpans) -> None:
         orders = {c.number: c.order for c in self.messages.connections}

@@ -8,7 +8,7 @@ import os
 import struct
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import FlowcheckError, UsageError
-from mirror.block import Block, Source
+from mirror.block import Block, Source, pack
 from mirror.capfile import CaptureFileSource
 from mirror.record import SNAPLEN, PcapRecorder
 
@@ -478,12 +478,9 @@ def test_pages_behind_are_given_back(tmp_path: Path) -> None:
 def block_of(
     frames: list[bytes], *, vlan: list[int] | None = None, ts: int = 10**18, linktype: int = 1
 ) -> Block:
-    lengths = np.array([len(frame) for frame in frames], np.int64)
+    block = pack(frames, [ts + 999_999_999 * at for at in range(len(frames))])
     tags = np.array(vlan if vlan is not None else [-1] * len(frames), np.int64)
-    base = np.frombuffer(bytearray(b"".join(frames) + b"\0"), np.uint8)
-    offset = np.cumsum(lengths) - lengths
-    times = ts + 999_999_999 * np.arange(len(frames), dtype=np.int64)
-    return Block(base, offset, lengths, lengths + 4 * (tags >= 0), times, tags, 0, linktype)
+    return replace(block, wirelen=block.caplen + 4 * (tags >= 0), vlan=tags, linktype=linktype)
 
 
 def test_recorded_captures_read_back_equal(shared: Path, tmp_path: Path) -> None:

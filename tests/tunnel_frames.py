@@ -5,11 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from mirror.block import Block
+from mirror.block import Block, pack
 from mirror.capfile import CaptureFileSource
 from mirror.flows import Flows
 from mirror.streams import Stream, StreamRecorder
@@ -137,11 +136,7 @@ def frames_of(path: Path, *, cut: bool = False) -> list[Frame]:
 
 
 def block_at(frames: list[Frame], vantage: int = 0) -> Block:
-    size = np.array([len(data) for _, data in frames], np.int64)
-    offset = np.concatenate(([0], np.cumsum(size)[:-1])).astype(np.int64)
-    base = np.frombuffer(bytearray(b"".join(data for _, data in frames)), np.uint8)
-    return Block(base, offset, size, size, np.array([ts for ts, _ in frames], np.int64),
-                 np.full(len(frames), -1, np.int64), vantage)
+    return replace(pack([data for _, data in frames], [time for time, _ in frames]), vantage=vantage)
 
 
 class Reading:

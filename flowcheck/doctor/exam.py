@@ -16,7 +16,7 @@ from flowcheck.doctor import kernels as k
 from flowcheck.doctor.nccl import NcclSight
 from flowcheck.doctor.nccl_chunks import Coverage, coverage
 from flowcheck.doctor.seen import Link, Ring, Seen, Strange, by_hosts
-from mirror.block import Block, SourceCounters
+from mirror.block import Block, SourceCounters, pack
 from mirror.flows import Flows
 from mirror.memory import address_of
 from mirror.roce import MessageSpans, QueuePairs, RoceReassembler
@@ -24,6 +24,7 @@ from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
 from mirror.vantage import Vantage
 from reconstruct.nccl.group import NcclGroup
+from reconstruct.nccl.heads import SETUP, Heads
 from reconstruct.nccl.setup import communicators
 from reconstruct.nccl.setup_watch import SetupWatcher
 from reconstruct.observe.observer import Observer
@@ -52,7 +53,8 @@ class Examination:
         self._roce = RoceReassembler(QueuePairs(flows))
         self._tcp.segments.datagrams = self._roce.datagrams
         self._nccl = NcclSight(self._roce)
-        self._setups = SetupWatcher(self.flows)
+        self._heads = Heads(self.flows)
+        self._setups = SetupWatcher(self._heads)
         self._group = group
         self._observer = Observer(flows, vantage=other)
         self._streams = np.zeros((flows, k.S_COLUMNS), np.int64)
@@ -104,14 +106,14 @@ class Examination:
     def warm_up(self) -> None:
         """Compile every kernel before the first frame arrives."""
         other, nothing = Examination(64), np.zeros(0, np.int64)
-        one = np.array([0], np.int64)
-        other.feed(Block(np.zeros(64, np.uint8), one, one + 60, one + 60, one, one - 1), 0)
+        other.feed(pack([bytes(60)], 0), 0)
         other.expire(0)
         other.flush(0)
         k.announcements(nothing, nothing, nothing, np.zeros((1, 6), np.int64), np.zeros((0, 6), np.int64))
 
     def _take(self, spans: Spans) -> None:
-        self._setups.feed(spans)
+        if self._heads.look(spans) & SETUP:
+            self._setups.feed(spans)
         arrays = spans.flow, spans.kind, spans.offset, spans.addr, spans.length
         k.streams(spans.n, *arrays, self._streams)
         k.gloo(spans.n, *arrays, self._streams)

@@ -1,4 +1,4 @@
-"""RDMA messages of a capture: each is told once it is whole, or once nothing more can come of it, and then let go."""
+"""Messages of a capture: each is told once it is whole, or once nothing more can come of it, and then let go."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mirror.messages import Message, MessageRecorder
-from mirror.roce import RoceReassembler
+from mirror.messages import Message, MessageRecorder, Reassembler
 from mirror.roce_spans import BEGIN, END, VOID, MessageSpans
 
 __all__ = ["MessageTable", "message_line"]
@@ -42,7 +41,7 @@ class MessageTable(MessageRecorder):
     its row of the reassembler is taken again, or more than half of `limit` is in use.
     """
 
-    def __init__(self, roce: RoceReassembler, ended: Callable[[Message, int, int], None],
+    def __init__(self, roce: Reassembler, ended: Callable[[Message, int, int], None],
                  gap: Callable[[int, int, int], None], *, limit: int) -> None:
         """`ended`: is given a message and the capture times (ns) of its first packet and its end; `gap`: (flow, 64-bit
         number, packets) of what is missing and belongs to no known message; `limit`: the most message bytes kept."""

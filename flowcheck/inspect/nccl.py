@@ -14,30 +14,34 @@ from typing import Any
 from flowcheck.errors import UsageError
 from flowcheck.inspect import nccl_refused as refused
 from flowcheck.inspect.gloo import hashes
+from flowcheck.inspect.messages import MessageTable
 from flowcheck.inspect.nccl_flows import Connection, Flow, FlowKey, connections
 from flowcheck.inspect.nccl_line import Line
 from flowcheck.inspect.nccl_read import Reading, Sizes, read
-from flowcheck.inspect.nccl_setup import assignments, bind, cut_alike
+from flowcheck.inspect.nccl_release import Word, inline, release, same_layout, spans_told
+from flowcheck.inspect.nccl_setup import assignments, bind, cut_alike, with_sockets
 from flowcheck.inspect.nccl_sockets import SocketTraffic
+from flowcheck.inspect.nccl_unnamed import ends, hosts, meshes, pair_group
 from flowcheck.inspect.streams import StreamSeen
 from mirror.flows import Flows
 from mirror.messages import Message
 from mirror.spans import Spans
 from mirror.streams import runs
-from reconstruct.nccl.bootstrap import Setup
+from reconstruct.nccl.bootstrap import Member
 from reconstruct.nccl.group import Edge, NcclGroup
+from reconstruct.nccl.heads import HELLO, MAGIC, NET_IB, SETUP, SOCKET, Heads
 from reconstruct.nccl.schedule import ALLREDUCE, LL, LL128, NVLSTREE, P2P_SLOT, RING, SIMPLE, TREE
 from reconstruct.nccl.setup import Contradiction, agreeing, group_of, releases, same_job, span_text
 from reconstruct.nccl.setup_watch import SetupWatcher
-from reconstruct.nccl.versions import CTS_FORMS, CtsForm, Version, block_versions, parse, traits
+from reconstruct.nccl.versions import block_versions, parse, traits
 
 __all__ = ["NcclTraffic"]
 
 ALGORITHMS = {RING: "ring", TREE: "tree", NVLSTREE: "nvlstree"}
 PROTOCOLS = {LL: "ll", LL128: "ll128", SIMPLE: "simple"}
 KINDS = ("allreduce", "allgather", "broadcast")
-_MAGIC = bytes.fromhex("6c9d4bfcf2b94a56")
-_HELLO, _READY = 12, 4
+_NET_IB_HELLO = MAGIC.to_bytes(8, "little") + NET_IB.to_bytes(4, "little")
+_READY = 4
 _DEVICES = (0, 20, 37)  # bytes of the device list before the block: up to 2.23, 2.24, 2.30
 _REMEDY = "mirror the set-up of the connections (TCP) from before the job starts, or give --nccl-version"
 _TRIED = 4  # collectives by which it is decided which connection is which
@@ -49,16 +53,18 @@ class NcclTraffic:
     """Takes messages and streams as they end; `finish` tells the collectives. `statements`: what is to be said;
     `refusals`: what cannot be read, with the remedy."""
 
-    def __init__(self, told: Callable[[str, dict[str, Any]], None], flows: Flows, *, budget_bytes: int, dtypes: Dtypes,
-                 buckets: frozenset[int], hint: str | None, group: NcclGroup | None) -> None:
+    def __init__(self, told: Callable[[str, dict[str, Any]], None], flows: Flows, *, budget_bytes: int,
+                 message_bytes: int, dtypes: Dtypes, buckets: frozenset[int], hint: str | None,
+                 group: NcclGroup | None) -> None:
         """`told`: every line, with the name of its communicator; `flows`: of the TCP spans; `budget_bytes`: the most
-        bytes of messages kept; `buckets`: sizes of the job's all-reduces; `hint`: the release, as the user says it;
-        `group`: the job's communicator. Raises UnknownVersion."""
+        bytes of messages kept, `message_bytes`: of those over TCP until they are over; `buckets`: sizes of the job's
+        all-reduces; `hint`: the release, as the user says it; `group`: the job's communicator. Raises UnknownVersion.
+        """
         self.statements: list[str] = []
         self.refusals: list[str] = []
         self.unkept = 0
         """Messages for which there was no room: their values are not told."""
-        self._hint = None if hint is None else _release(hint)
+        self._word = _word(hint, group)
         self._told = told
         self._shown = ""  # the release as the set-up tells it, where nobody else does
         self._room = budget_bytes
@@ -67,34 +73,57 @@ class NcclTraffic:
         self._group = group
         self._names: set[str] = set()
         self._flows: dict[FlowKey, Flow] = {}
-        self._setups = SetupWatcher(flows)
-        self._sockets = SocketTraffic(flows)
+        self._heads = Heads(flows)
+        self._setups = SetupWatcher(self._heads)
+        self._sockets = SocketTraffic(self._heads, self._keep, limit=message_bytes)
+        self._inline: tuple[int, int | None] = -1, None  # what the set-up told, and up to when it was read
         self._blocks: set[int] = set()  # sizes of set-up blocks
         self._strange_blocks = 0
+        self._torn: set[tuple[str, str]] = set()  # TCP streams of which something was waited for
+        self._late: set[tuple[str, str]] = set()  # those of which it was the start
+
+    @property
+    def over_tcp(self) -> MessageTable:
+        """The messages of NET/Socket that are not over."""
+        return self._sockets.table
 
     def spans(self, spans: Spans) -> None:
         """A batch of TCP spans."""
-        self._setups.feed(spans)
-        self._sockets.feed(spans)
+        seen = self._heads.look(spans)
+        if seen & SETUP:
+            self._setups.feed(spans)
+        if seen & SOCKET:
+            if self._inline[0] != self._setups.changed:
+                members = [] if self._word else self._setups.seen().communicators
+                self._inline = self._setups.changed, inline(self._word, members)
+            self._sockets.feed(spans, self._inline[1])
 
     def stream(self, stream: StreamSeen) -> None:
         """A TCP stream has ended. What a sender says when it sets a connection up tells the release by its length."""
         head = stream.head
-        if head[:8] == _MAGIC and head[8:12] == (4).to_bytes(4, "little") and not stream.hole_bytes:
-            sizes = {stream.length - _HELLO - devices - _READY for devices in _DEVICES}
+        ends = stream.source.rpartition(":")[0].strip("[]"), stream.destination
+        if stream.hole_bytes or not stream.from_start:
+            self._torn.add(ends)
+        if not stream.from_start:
+            self._late.add(ends)
+        if head[:12] == _NET_IB_HELLO and not stream.hole_bytes:
+            sizes = {stream.length - HELLO - devices - _READY for devices in _DEVICES}
             known = {size for size in sizes if block_versions(size)}
             self._blocks |= known
-            self._strange_blocks += not known and stream.length > _HELLO
+            self._strange_blocks += not known and stream.length > HELLO
 
     def message(self, key: FlowKey, message: Message, begin: int, end: int, mtu: int) -> None:
         """An RDMA message is over. mtu: of its path, 0 if not known."""
         flow = self._flows.setdefault(key, Flow(key))
+        flow.mtu = max(flow.mtu, mtu)
+        self._keep(flow, message, begin, end)
+
+    def _keep(self, flow: Flow, message: Message, begin: int, end: int) -> None:
         keep = message.extent <= self._room
         self.unkept += not keep
         if keep:
             self._room -= message.extent
         flow.add(message, begin, end, keep)
-        flow.mtu = max(flow.mtu, mtu)
 
     def gap(self, key: FlowKey, psn: int, packets: int) -> None:
         """Packets from this number on are missing, and so is what they belong to."""
@@ -102,17 +131,19 @@ class NcclTraffic:
 
     def finish(self) -> None:
         """Nothing more comes. Raises UsageError where the user's word and the traffic contradict each other."""
+        self._sockets.finish(self._torn, self._late)
         flows = list(self._flows.values())
         for flow in flows:
             flow.finish()
-        found = connections(flows)
+        rdma = connections(flows)
+        found = [*rdma, *self._sockets.connections()]
         setup = self._setups.setup(1 if self._group is None else self._group.qps)
-        version = self._version(found, setup)
-        known = None if version is None else traits(version)
-        self.statements += self._sockets.statements(None if known is None else known.socket_inline)
-        self.refusals += refused.of_setup(setup, self._strange_blocks, bool(flows), self._sockets.seen)
-        self.refusals += refused.of_flows(flows, found)
-        mute = sum(flow.carries_data for flow in flows) - sum(len(one.data) for one in found)
+        members = [with_sockets(member, self._sockets.seen) for member in setup.communicators]
+        version = release(self._word, self._blocks, members, found)
+        self.statements += self._sockets.statements()
+        self.refusals += refused.of_setup(setup, self._strange_blocks, bool(flows), bool(self._sockets.seen))
+        self.refusals += refused.of_flows(flows, rdma)
+        mute = sum(flow.carries_data for flow in flows) - sum(len(one.data) for one in rdma)
         if mute:
             self.statements.append(
                 f"RDMA messages with immediates on {mute} queue pairs, as NCCL's, but not the entries that announce "
@@ -120,60 +151,15 @@ class NcclTraffic:
             )
         if not found:
             return
-        if known is None or version is None:
-            self.statements.append(f"NCCL of unknown release{self._told_spans()}: no collective is claimed: {_REMEDY}")
+        if version is None:
+            told = spans_told(self._blocks)
+            self.statements.append(f"NCCL of unknown release{told}: no collective is claimed: {_REMEDY}")
             return
+        self._shown = version.shown
         for one in found:
             if one.point_to_point:
                 self._sends(one)
-        self._collectives([one for one in found if not one.point_to_point], setup, version)
-
-    # The release
-
-    def _told_spans(self) -> str:
-        spans = sorted({span_text(*span) for size in self._blocks for span in block_versions(size)})
-        return f" (the set-up says one of {', '.join(spans)})" if spans else ""
-
-    def _version(self, found: list[Connection], setup: Setup) -> str | None:
-        """The release, None where it is not known."""
-        evidence = [block_versions(size) for size in sorted(self._blocks)]
-        evidence += [list(member.versions) for member in setup.communicators if member.versions]
-        orders = {one.big_endian for one in found} - {None}
-        big = orders.pop() if len(orders) == 1 else None
-        told = self._group.version if self._group is not None else None
-        word = self._hint or (None if told is None else parse(told))
-        if word is None:
-            fitting = [v for v in releases(evidence) if big in (None, traits(v).immediate_big_endian)]
-            fitting = fitting if self._blocks else []
-            if not fitting or not cut_alike(fitting):
-                return None
-            self._shown = span_text(fitting[0], fitting[-1])
-            return ".".join(map(str, fitting[0]))
-        name = ".".join(map(str, word))
-        for spans in evidence:
-            if not any(first <= word <= last for first, last in spans):
-                raise UsageError(
-                    f"{self._source} says NCCL {name}, the set-up in the capture is that of "
-                    f"{', '.join(span_text(*span) for span in spans)}: leave it out, or give the right one"
-                )
-        if big not in (None, traits(word).immediate_big_endian):
-            order = "big endian, as from 2.29.2 on" if big else "little endian, as up to 2.28"
-            raise UsageError(
-                f"{self._source} says NCCL {name}, immediates in the capture are {order}: give the right one"
-            )
-        form = traits(word).cts
-        for one in found:
-            if not any(_same_layout(CTS_FORMS[layout], form) for layout in one.forms):
-                raise UsageError(
-                    f"{self._source} says NCCL {name}, whose CTS entries have {form.entry} bytes; those on queue pair "
-                    f"{one.pairs[0]} are those of NCCL {' or '.join(sorted(one.forms))}: give the right one"
-                )
-        return name
-
-    @property
-    def _source(self) -> str:
-        """Who says which release it is."""
-        return "--nccl-version" if self._hint is not None else "the job file"
+        self._collectives([one for one in found if not one.point_to_point], members, version.name)
 
     # Send and receive
 
@@ -181,7 +167,7 @@ class NcclTraffic:
         """Messages of send and receive: one is over with the first message that does not fill its slot."""
         if len(one.data) > 1:
             return
-        name = _hosts([one])
+        name = hosts([one])
         ordinal, at, pieces = 0, 0, []
         flow = one.data[0]
         for piece in flow.pieces:
@@ -197,11 +183,11 @@ class NcclTraffic:
 
     # Collectives
 
-    def _collectives(self, found: list[Connection], setup: Setup, version: str) -> None:
+    def _collectives(self, found: list[Connection], members: Sequence[Member], version: str) -> None:
         free = list(found)
         if self._group is not None:
-            free = self._job(self._group, free, setup)
-        for member in setup.communicators:
+            free = self._job(self._group, free, members)
+        for member in members:
             named = group_of(member, version, "")
             bound = {} if named is None else bind(named, member, free)
             if named is not None and bound:
@@ -209,49 +195,53 @@ class NcclTraffic:
             free = _without(free, bound)
         if self._group is not None:
             return
-        for mesh in _meshes(free):
-            group = _pair_group(mesh, version, self._name(mesh))
+        for mesh in meshes([one for one in free if one.over_tcp]):
+            self.statements.append(
+                f"NCCL {version} over TCP between {', '.join(ends(mesh))}: nothing tells whose ranks' its connections "
+                "are, so no collective is claimed: mirror the set-up (TCP) from before the job starts, or give "
+                "--job FILE"
+            )
+        for mesh in meshes([one for one in free if not one.over_tcp]):
+            group = pair_group(mesh, version, self._name(mesh))
             if group is None:
                 self.statements.append(
-                    f"NCCL {version} between {', '.join(_ends(mesh))}: ranks and rings are not all seen, so no "
+                    f"NCCL {version} between {', '.join(ends(mesh))}: ranks and rings are not all seen, so no "
                     "collective is claimed: mirror both directions of the port, or give --job FILE"
                 )
             else:
                 (bound,) = list(assignments(group, mesh))
                 self._read(group, bound, "; as many channels as were seen")
 
-    def _job(self, group: NcclGroup, found: list[Connection], setup: Setup) -> list[Connection]:
+    def _job(self, group: NcclGroup, every: list[Connection], members: Sequence[Member]) -> list[Connection]:
         """Read the job's communicator; returns the connections that are not its."""
-        members = [one for one in setup.communicators if same_job(group.addresses, group.world_size, one)]
+        found = [one for one in every if one.over_tcp == group.sockets]
         try:
-            agreed = agreeing(group, members)
+            agreed = agreeing(group, [one for one in members if same_job(group.addresses, group.world_size, one)])
         except Contradiction as error:
             raise UsageError(str(error)) from None
-        for member in agreed:
-            bound = bind(group, member, found)
-            if bound:
-                self._read(group, bound)
-                found = _without(found, bound)
-        if agreed:
-            return found
+        bound = [bind(group, member, found) for member in agreed]
+        for way in filter(None, bound):
+            self._read(group, way)
+        if any(bound) or (agreed and not group.sockets):
+            return _without(every, *bound)
         ways = list(assignments(group, found))
         likeliest = self._likeliest(group, ways)
         between = [one for one in found if _between(group, one)]
-        if not any(ways) and between:
+        if not any(ways) and between and not group.sockets:
             one = between[0]
             raise UsageError(
                 f"the job file says that ranks {_links(group)} send to each other over the network; in the capture "
                 f"rank {one.sender_rank} sends from {one.ends[0]} to {one.ends[1]}: give the job file of these trainers"
             )
-        if likeliest is None:
+        if likeliest is None or (between and not any(ways)):
             self.statements.append(
                 f"communicator {group.name}: the capture does not tell which connection is on which channel, so no "
                 "collective is claimed: mirror the set-up of the connections (TCP) too"
             )
-            return _without(found, *ways)
+            return _without(every, *ways)
         if likeliest:
             self._read(group, likeliest)
-        return _without(found, likeliest)
+        return _without(every, likeliest)
 
     def _likeliest(self, group: NcclGroup, ways: Sequence[Bound]) -> Bound | None:
         """The assignment by which most can be read; None if several are as good."""
@@ -268,7 +258,8 @@ class NcclTraffic:
         of = traits(group.version)
         split = of.split_over_qps if group.split is None else group.split
         return [
-            Line(edge, one, split and len(one.data) > 1, of.immediate_big_endian) for edge, one in sorted(
+            Line(edge, one, split and len(one.data) > 1, of.immediate_big_endian and not one.over_tcp)
+            for edge, one in sorted(
                 bound.items(), key=lambda item: (item[0].channel, item[0].sender, item[0].receiver))
         ]  # fmt: skip
 
@@ -281,8 +272,8 @@ class NcclTraffic:
             known = self._dtypes(one.size) if one.kind == ALLREDUCE and one.size is not None else None
             for edge, final in one.final.items():
                 self._told(group.name, _line(
-                    KINDS[one.kind], ALGORITHMS[one.algorithm], PROTOCOLS[one.protocol], edge.channel, edge.sender,
-                    ordinal, one.size, known, final,
+                    KINDS[one.kind], ALGORITHMS[one.algorithm], None if one.protocol is None else
+                    PROTOCOLS[one.protocol], edge.channel, edge.sender, ordinal, one.size, known, final,
                 ))  # fmt: skip
         unsized = sum(one.size is None for one in reading.collectives)
         if unsized:
@@ -301,12 +292,14 @@ class NcclTraffic:
 
     def _contradicted(self, group: NcclGroup, bound: Mapping[Edge, Connection], number: int) -> None:
         """Raise UsageError if another release explains everything; the given one explains `number` collectives."""
-        if self._shown:
+        if self._word is None:
             return
         form = traits(group.version).cts
         tried = [parse(group.version)]
         for version in releases([]):
-            if not _same_layout(traits(version).cts, form) or any(cut_alike([version, other]) for other in tried):
+            if not group.sockets and not same_layout(traits(version).cts, form):
+                continue
+            if any(cut_alike([version, other], True) for other in tried):
                 continue
             tried.append(version)
             other = replace(group, version=".".join(map(str, version)))
@@ -315,13 +308,13 @@ class NcclTraffic:
             reading = read(other, self._lines(other, bound), self._sizes)
             if not reading.left:
                 raise UsageError(
-                    f"{self._source} says NCCL {group.version}, which does not cut collectives into the messages of "
-                    f"the capture; NCCL {span_text(version, version)} explains all of them: give the right one"
+                    f"{self._word.source} says NCCL {group.version}, which does not cut collectives into the messages "
+                    f"of the capture; NCCL {span_text(version, version)} explains all of them: give the right one"
                 )
 
     def _name(self, found: list[Connection]) -> str:
         """What a communicator is called whose own name is not known: its hosts, with a number from the second on."""
-        name = plain = _hosts(found)
+        name = plain = hosts(found)
         number = 1
         while name in self._names:
             number += 1
@@ -350,7 +343,7 @@ def _links(group: NcclGroup) -> str:
     return ", ".join(f"{a}>{b}" for a, b in pairs[:8] if group.nodes[a] != group.nodes[b])
 
 
-def _line(kind: str, algorithm: str | None, protocol: str, channel: int | None, sender: int, ordinal: int,
+def _line(kind: str, algorithm: str | None, protocol: str | None, channel: int | None, sender: int, ordinal: int,
           size: int | None, known: tuple[str, int] | None, final: list[list[Any]]) -> dict[str, Any]:
     """The collective for scripts."""
     if known is not None and (size is None or size % known[1]):
@@ -371,58 +364,11 @@ def _line(kind: str, algorithm: str | None, protocol: str, channel: int | None, 
     }
 
 
-def _release(text: str) -> Version:
-    """The release that the user named."""
-    version = parse(text)
-    traits(version)
-    return version
-
-
-def _same_layout(one: CtsForm, other: CtsForm) -> bool:
-    """Whether entries of two releases look alike: how many there are in a row does not show in one."""
-    return replace(one, slots=0, rkey_count=0) == replace(other, slots=0, rkey_count=0)
-
-
-def _ends(found: Sequence[Connection]) -> list[str]:
-    return sorted({end for one in found for end in one.ends})
-
-
-def _hosts(found: Sequence[Connection]) -> str:
-    return " - ".join(_ends(found))
-
-
-def _meshes(found: list[Connection]) -> list[list[Connection]]:
-    """Connections by the hosts that they join, directly or over others."""
-    meshes: list[tuple[set[str], list[Connection]]] = []
-    for one in found:
-        hosts, members = set(one.ends), [one]
-        apart = []
-        for others, theirs in meshes:
-            if others & hosts:
-                hosts |= others
-                members = [*theirs, *members]
-            else:
-                apart.append((others, theirs))
-        meshes = [*apart, (hosts, members)]
-    return [members for _, members in meshes]
-
-
-def _pair_group(mesh: list[Connection], version: str, name: str) -> NcclGroup | None:
-    """The communicator of two ranks whose rings are all seen: rank 0 to rank 1 and back on every channel."""
-    ways: list[list[Connection]] = [[], []]
-    hosts: list[set[str]] = [set(), set()]
-    for one in mesh:
-        if one.sender_rank not in (0, 1):
-            return None
-        ways[one.sender_rank].append(one)
-        hosts[one.sender_rank].add(one.ends[0])
-        hosts[1 - one.sender_rank].add(one.ends[1])
-    channels = len(ways[0])
-    if channels != len(ways[1]) or not channels or hosts[0] & hosts[1]:
+def _word(hint: str | None, group: NcclGroup | None) -> Word | None:
+    """What the user or the job file says of the release."""
+    told = hint if hint is not None else group.version if group is not None else None
+    if told is None:
         return None
-    return NcclGroup(
-        name=name, world_size=2, version=version,
-        addresses=tuple(tuple(sorted(side)) for side in hosts), nodes=(0, 1), channels=channels,
-        rings=((0, 1),) * channels, algorithms=(RING,), protocols=(LL, LL128, SIMPLE), tree_pattern=0,
-        search_channels=0, chains=(), heads=(), nvls_channels=0,
-    )  # fmt: skip
+    version = parse(told)
+    traits(version)
+    return Word(version, "--nccl-version" if hint is not None else "the job file")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flowcheck.inspect.nccl_flags import Flags, flags
 from mirror.messages import Message
 from reconstruct.nccl.schedule import P2P_SLOT, SIMPLE, SLOT_BYTES
 from reconstruct.nccl.versions import CTS_FORMS, CtsForm
@@ -46,21 +47,37 @@ class Piece:
     complete: bool = True
     room: int = 0
     """As announced; 0: not known."""
+    _flags: dict[int, Flags | None] = field(default_factory=dict)
+
+    def flags(self, protocol: int) -> Flags | None:
+        """The flags that it has if it was sent by LL or LL128; None: it was not."""
+        if protocol not in self._flags:
+            nothing = self.data is None or self.known is None
+            self._flags[protocol] = Flags() if nothing else flags(protocol, self.data, self.known)  # type: ignore[arg-type]
+        return self._flags[protocol]
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One direction of a queue pair. gaps: (number, packets) of what was not captured and belongs to nothing known."""
+    """One direction of a queue pair; or a NET/Socket connection, whose messages have no address and are a packet each.
+    gaps: (number, packets) of what was not captured and belongs to nothing known."""
 
     key: FlowKey
     pieces: list[Piece] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
     mtu: int = 0
     """Path MTU; 0: no message was longer than a packet."""
+    over_tcp: bool = False
+    timed: bool = True
+    """Whether messages ended when they say: over TCP what lies behind a hole, or a start that was not captured, is
+    told late."""
+    ordered: bool = True
+    """Whether it was made before those with a higher number: over TCP one without its start is found late."""
 
     def add(self, message: Message, begin: int, end: int, keep: bool) -> None:
         """Take a message that is over."""
         headless = message.length is None or message.va is None
+        va = -1 if message.va is None or self.over_tcp else message.va
         data = known = None
         if keep:
             data = np.frombuffer(message.data, np.uint8)
@@ -69,7 +86,7 @@ class Flow:
                 known[offset : offset + length] = False
         self.pieces.append(
             Piece(
-                message.first_psn, -1 if headless else message.extent, -1 if message.va is None else message.va,
+                message.first_psn, -1 if headless else message.extent, va,
                 message.rkey or 0, message.imm, begin, end, data, known, message.complete,
             )
         )  # fmt: skip
@@ -87,13 +104,19 @@ class Flow:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """data: its queue pairs that carry messages, rising; sender_rank, rooms: as the entries say; forms: names of the
-    entry layouts that all of them fit."""
+    """data: its queue pairs that carry messages, rising; sender_rank, rooms: as the entries say, -1 and none over TCP,
+    which has none; forms: names of the entry layouts that all of them fit; cut: why nothing is known of it from some
+    message on, "" if everything is."""
 
     data: list[Flow]
     sender_rank: int
     rooms: set[int]
     forms: set[str]
+    cut: str = ""
+
+    @property
+    def over_tcp(self) -> bool:
+        return self.data[0].over_tcp
 
     @property
     def point_to_point(self) -> bool:
@@ -102,7 +125,7 @@ class Connection:
     @property
     def big_endian(self) -> bool | None:
         """Byte order in which immediates are the lengths of their messages; None if that does not show."""
-        for flow in self.data:
+        for flow in () if self.over_tcp else self.data:
             for piece in flow.pieces:
                 if piece.complete and piece.length > 0 and piece.imm is not None:
                     other = int.from_bytes(piece.imm.to_bytes(4, "big"), "little")

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from flowcheck.inspect.nccl_flags import COMMON
 from flowcheck.inspect.nccl_flows import Connection, Flow, Piece
 from reconstruct.nccl.blueprint import Part
 from reconstruct.nccl.group import Edge
-from reconstruct.nccl.schedule import SIMPLE, SLICE_STEPS, SLOT_BYTES, STEPS
+from reconstruct.nccl.payload import flag
+from reconstruct.nccl.schedule import LL, LL128, SIMPLE, SLICE_STEPS, SLOT_BYTES, STEPS, base_step
 from reconstruct.nccl.script import (
     NO_IMMEDIATE,
     NOT_SEEN,
@@ -49,15 +51,18 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How messages agree with a collective. whole: its last message began, or something behind it; seen: messages of it
-    that were captured; arrived: when the last byte of them came; later: when the first message behind them began, -1 if
-    none did."""
+    """How messages agree with a collective. whole: its last message began, or something behind it; cut: not so, but
+    nothing is known of the connection where they might have; seen: messages of it that were captured; arrived: when the
+    last byte of them came, 0 if that is not known; later: when the first message behind them began, -1 if none did;
+    doubtful: their data look like another protocol's."""
 
     tables: list[np.ndarray]
     whole: bool
+    cut: bool
     seen: int
     arrived: int
     later: int
+    doubtful: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +104,7 @@ class Line:
         born = all(lane.next & 0xFFFFFF == 0 for lane in self._lanes)
         self.step: int | None = 0 if born else None
         self._split, self._big = split, big
+        self._tcp, self._cut = connection.over_tcp, bool(connection.cut)
         pieces = [piece for flow in connection.data for piece in flow.pieces]
         self._apart = any(piece.imm is None and piece.complete for piece in pieces)
         self._sure_mtu = max(flow.mtu for flow in connection.data)
@@ -125,6 +131,11 @@ class Line:
         return self.doubt or len(self._queue) >= _AHEAD
 
     @property
+    def timed(self) -> bool:
+        """Whether it is known when its messages came."""
+        return all(lane.flow.timed for lane in self._lanes)
+
+    @property
     def left(self) -> int:
         """RDMA messages that belong to nothing yet."""
         return sum(len(lane.numbers) - bisect_left(lane.numbers, lane.next) for lane in self._lanes)
@@ -145,7 +156,9 @@ class Line:
         self.doubt = self._remain()
 
     def _remain(self) -> bool:
-        """Whether messages were captured behind those in the queue."""
+        """Whether messages were captured behind those in the queue, or may have come there."""
+        if self._cut:
+            return True
         ends = sum(
             piece.imm is not None or not self._apart
             for lane in self._lanes for piece in lane.flow.pieces[bisect_left(lane.numbers, lane.next) :]
@@ -172,6 +185,7 @@ class Line:
         whole = True
         arrived, later, tables = 0, -1, []
         slots: set[int] = set()
+        doubtful = False
         for number, lane in enumerate(self._lanes):
             table = self._table(part, number)
             tables.append(table)
@@ -185,7 +199,8 @@ class Line:
                 return None
             seen += met
             pieces = lane.flow.pieces
-            arrived = max([arrived, *(piece.end for piece in pieces[at] if piece.complete)])
+            if lane.flow.timed:
+                arrived = max([arrived, *(piece.end for piece in pieces[at] if piece.complete)])
             if at.stop < len(pieces):
                 later = pieces[at.stop].begin if later < 0 else min(later, pieces[at.stop].begin)
             for piece in pieces[at]:
@@ -197,7 +212,36 @@ class Line:
                 if piece.psn - start == row[T_FIRST]:
                     slot = piece.va - int(row[T_SHIFT]) - int(row[T_STEP]) * SLOT_BYTES[protocol]
                     slots.add(slot % (STEPS * SLOT_BYTES[protocol]))
-        return Fit(tables, whole, seen, arrived, later) if len(slots) <= 1 else None
+            if self._tcp and part is not None:
+                marks = self._marked(part, protocol, table, pieces[at])
+                if marks is None:
+                    return None
+                doubtful = bool(marks)
+        # Where nothing is known of what comes, the last message seen need not be the last one that there was.
+        cut = self._cut and later < 0
+        return Fit(tables, whole and not cut, cut, seen, arrived, later, doubtful) if len(slots) <= 1 else None
+
+    def _marked(self, part: Part, protocol: int, table: np.ndarray, pieces: Sequence[Piece]) -> set[int] | None:
+        """What looks like flags of another protocol inside messages, of which no announcement tells the protocol over
+        TCP; None if they cannot be of this one."""
+        marks: set[int] = set()
+        step, start = self.step or 0, self._lanes[0].next
+        first = int(base_step(part.row, step))
+        for piece in pieces:
+            packet = piece.psn - start
+            if not piece.length:
+                continue
+            if protocol != SIMPLE:
+                told = piece.flags(protocol)
+                due = flag(protocol, first + int(table[_row(table, packet), T_STEP]))
+                if told is None or (told.lines and told.flag != due):
+                    return None
+                continue
+            for other in (LL, LL128):
+                told = piece.flags(other)
+                if told is not None and told.looks(flag(other, step + packet)):
+                    marks.add(told.flag)
+        return None if len(marks) > 1 or max(marks, default=0) >= COMMON else marks
 
     def _table(self, part: Part | None, pair: int) -> np.ndarray:
         if part is None:
@@ -210,8 +254,8 @@ class Line:
         )
 
     def announced(self, fit: Fit) -> bool:
-        """Whether an announcement told the protocol of at least one message."""
-        return any(
+        """Whether an announcement told the protocol of at least one message; over TCP there is none."""
+        return self._tcp or any(
             piece.room > 0
             for lane, table in zip(self._lanes, fit.tables, strict=True)
             for piece in lane.flow.pieces[lane.between(lane.next, lane.next + int(table[-1, T_FIRST]))]
@@ -254,6 +298,8 @@ class Line:
 
     def gap(self) -> str:
         """What is missing where `ahead` ends, in words."""
+        if self._cut:
+            return f"messages from {self.connection.cut}"
         for lane in self._lanes:
             for number, packets in lane.flow.gaps:
                 if number + packets > lane.next:

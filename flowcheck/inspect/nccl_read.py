@@ -48,7 +48,8 @@ class Found:
 
     kind: int
     algorithm: int
-    protocol: int
+    protocol: int | None
+    """None: a small message over TCP may be of several."""
     size: int | None
     root: int
     final: dict[Edge, list[list[Any]]]
@@ -74,8 +75,15 @@ class _Candidate:
 
     @property
     def whole(self) -> bool:
-        """Whether it was over before the capture was."""
-        return all(fit.whole for fit in self.fits.values())
+        """Whether it was over before the capture was. Of a connection whose end is not known another one on its channel
+        shows it."""
+        shown = {edge.channel for edge, fit in self.fits.items() if fit.whole and fit.seen}
+        return all(fit.whole or (fit.cut and edge.channel in shown) for edge, fit in self.fits.items())
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether it may be of another protocol than the guess says."""
+        return any(fit.doubtful for fit in self.fits.values())
 
     @property
     def name(self) -> tuple[int, int, int, int]:
@@ -86,6 +94,14 @@ class _Candidate:
     def explained(self) -> tuple[int, int]:
         """(connections, messages) that were seen of it."""
         return sum(fit.seen > 0 for fit in self.fits.values()), sum(fit.seen for fit in self.fits.values())
+
+    def advance(self, line: Line) -> tuple[int, int]:
+        """(messages, steps) by which it moves a connection on."""
+        part = self.blueprint.part(line.edge)
+        if part is None:
+            return 0, 0
+        step = line.step or 0
+        return part.messages, int(base_step(part.row, step)) - step + self.blueprint.steps(part)
 
     def timely(self, lines: Sequence[Line]) -> bool:
         """Whether no rank sends something of the next collective before it has received all of this one."""
@@ -108,14 +124,15 @@ def read(group: NcclGroup, lines: Sequence[Line], sizes: Sizes, most: int | None
     reading = Reading()
     blueprints = Blueprints(group)
     while any(line.left for line in lines) and (most is None or len(reading.collectives) < most):
-        choice, reading.reason = _next(blueprints, group, lines, sizes)
-        if choice is None:
+        choices, reading.reason = _next(blueprints, group, lines, sizes)
+        if not choices:
             gaps = [line.gap() for line in lines if line.doubt]
             if gaps:
                 reading.reason = f"{gaps[0]}, and nothing proves what they were: from there on nothing is claimed"
             break
         try:
-            reading.collectives.append(_take(choice, blueprints, lines))
+            only = len(choices) == 1 and (len(group.protocols) == 1 or not choices[0].doubtful)
+            reading.collectives.append(_take(choices[0], blueprints, lines, only))
         except Contradiction as error:
             reading.reason = str(error)
             break
@@ -124,9 +141,12 @@ def read(group: NcclGroup, lines: Sequence[Line], sizes: Sizes, most: int | None
 
 
 def _next(blueprints: Blueprints, group: NcclGroup, lines: Sequence[Line],
-          sizes: Sizes) -> tuple[_Candidate | None, str]:
-    """The reading of the next messages, or why there is none."""
-    seen = [Seen(line.edge, line.ahead(), line.open) for line in lines]
+          sizes: Sizes) -> tuple[list[_Candidate], str]:
+    """The reading of the next messages, or why there is none; several that differ in nothing but their protocol."""
+    # Without times nothing but its messages tells that a connection carried no more of a collective, and the capture's
+    # end may hide some.
+    timed = all(line.timed for line in lines)
+    seen = [Seen(line.edge, line.ahead(), line.open or not timed) for line in lines]
     everyone = {line.edge.receiver for line in lines} == set(range(group.world_size))
     found = []
     for one in guess(blueprints.comm, group, seen):
@@ -135,23 +155,29 @@ def _next(blueprints: Blueprints, group: NcclGroup, lines: Sequence[Line],
             if candidate is not None:
                 found.append(candidate)
     if not found:
-        return None, "their lengths are those of no collective: another release, or the capture ends in one"
+        return [], "their lengths are those of no collective: another release, or the capture ends in one"
     found = [one for one in found if one.timely(lines)]
     if not found:
-        return None, "their lengths allow several collectives, none of which goes with their times"
+        return [], "their lengths allow several collectives, none of which goes with their times"
     most = max(one.explained for one in found)
     best = [one for one in found if one.explained == most]
     if len({one.name for one in best}) > 1:
-        best = [one for one in best if one.guess.kind == ALLREDUCE and one.size in sizes.buckets]
-    blind = any(line.doubt for line in lines)
-    if len({(*one.name, one.size if blind else 0) for one in best}) != 1:
-        return None, "their lengths allow several collectives: give --job FILE"
-    choice = best[0]
-    if not choice.whole:
-        return None, "the capture ends in a collective"
-    if not _certain(choice, blueprints, group, lines, sizes):
-        return None, "their lengths may be those of broadcasts or of an all-reduce"
-    return choice, ""
+        known = [one for one in best if one.guess.kind == ALLREDUCE and one.size in sizes.buckets]
+        best = known or (best if _alike(best, lines) else [])
+    blind = not timed or any(line.doubt for line in lines)
+    choices = {(*one.name, one.size if blind else 0): one for one in reversed(best)}
+    if not choices or (len(choices) > 1 and (blind or not _alike(best, lines))):
+        return [], "their lengths allow several collectives: give --job FILE"
+    if not all(one.whole for one in choices.values()):
+        return [], "the capture ends in a collective"
+    if not all(_certain(one, blueprints, group, lines, sizes) for one in choices.values()):
+        return [], "their lengths may be those of broadcasts or of an all-reduce"
+    return list(choices.values()), ""
+
+
+def _alike(choices: Sequence[_Candidate], lines: Sequence[Line]) -> bool:
+    """Whether what follows is the same behind all of them: they differ in their protocol alone."""
+    return len({(*one.name[:3], *(one.advance(line) for line in lines)) for one in choices}) == 1
 
 
 def _candidate(blueprints: Blueprints, one: Guess, lines: Sequence[Line], sizes: Sizes) -> _Candidate | None:
@@ -207,9 +233,12 @@ def _certain(one: _Candidate, blueprints: Blueprints, group: NcclGroup, lines: S
     if one.guess.kind == BROADCAST and one.guess.root > 0 and TREE not in group.algorithms:
         return False
     copy = one.guess.kind != ALLREDUCE
+    if copy and any(fit.cut for fit in one.fits.values()):
+        return False  # what is not known of that connection may be the rest of an all-reduce
     ends = any(one.fits[line.edge].later < 0 for line in lines if one.fits[line.edge].seen)
     # Channels of an all-reduce begin together: one of which nothing was seen is idle.
-    seen = [Seen(line.edge, line.ahead(), line.open or copy or one.fits[line.edge].seen > 0) for line in lines]
+    more = copy or not all(line.timed for line in lines)
+    seen = [Seen(line.edge, line.ahead(), line.open or more or one.fits[line.edge].seen > 0) for line in lines]
     for other in guess(blueprints.comm, group, seen):
         if other.kind != ALLREDUCE or other.protocol != one.guess.protocol:
             continue
@@ -221,22 +250,23 @@ def _certain(one: _Candidate, blueprints: Blueprints, group: NcclGroup, lines: S
     return True
 
 
-def _take(one: _Candidate, blueprints: Blueprints, lines: Sequence[Line]) -> Found:
-    """Decode a collective's final values, as far as all sizes that it can have agree on them, and go behind it."""
+def _take(one: _Candidate, blueprints: Blueprints, lines: Sequence[Line], only: bool) -> Found:
+    """Decode a collective's final values, as far as all sizes that it can have agree on them, and go behind it.
+    only: whether it can be of no other protocol."""
     protocol = one.guess.protocol
-    told = one.size if one.certain else None
+    told = one.size if one.certain and only else None
     limit = one.size
     if told is None:
         blocks = blueprints.comm.ranks if one.guess.kind == ALLGATHER else 1
         limit = one.guess.least if blocks == 1 and _one_place(one, blueprints, lines) else 0
-    result = Found(one.guess.kind, one.guess.algorithm, protocol, told, one.guess.root, {})
+    result = Found(one.guess.kind, one.guess.algorithm, protocol if only else None, told, one.guess.root, {})
     for line in lines:
         part = one.blueprint.part(line.edge)
         if part is None:
             continue
         pieces = line.take(part, one.fits[line.edge])
         base = _base(line, part, protocol, pieces)
-        result.final[line.edge] = _final(part, protocol, base, pieces, limit)
+        result.final[line.edge] = _final(part, protocol, base, pieces, limit) if only else []
         line.step = None if base is None else base + one.blueprint.steps(part)
     return result
 

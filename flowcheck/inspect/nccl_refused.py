@@ -84,7 +84,8 @@ def of_reading(group: NcclGroup, lines: Sequence[Line]) -> Iterator[str]:
     for line in lines:
         room = next((p.room for flow in line.connection.data for p in flow.pieces if p.room), 0)
         lengths = np.array(line.ahead(), np.int64)
-        if room in PROTOCOL and line.edge.ring and reduce_scatter(group.world_size, PROTOCOL[room], lengths):
+        protocols = group.protocols if line.connection.over_tcp else [PROTOCOL[room]] if room in PROTOCOL else []
+        if line.edge.ring and any(reduce_scatter(group.world_size, protocol, lengths) for protocol in protocols):
             yield said(
                 f"messages of rank {line.edge.sender} on channel {line.edge.channel} are as long as those of a "
                 "reduce-scatter (or an all-gather)", "reduce-scatter",

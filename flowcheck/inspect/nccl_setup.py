@@ -7,26 +7,29 @@ ranks rise in the order of their channels, and the lengths of messages tell the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, combinations, islice, permutations, product
 
 from flowcheck.errors import UsageError
 from flowcheck.inspect.nccl_flows import Connection, Flow
-from reconstruct.nccl.bootstrap import Member
+from flowcheck.inspect.nccl_sockets import SocketSeen
+from reconstruct.nccl.bootstrap import Endpoint, Member, NetConnection
 from reconstruct.nccl.group import Edge, NcclGroup, edges
 from reconstruct.nccl.setup import named
 from reconstruct.nccl.versions import Version, traits
 
-__all__ = ["assignments", "bind", "cut_alike"]
+__all__ = ["assignments", "bind", "cut_alike", "with_sockets"]
 
 _MOST_ASSIGNMENTS = 48
 
 
-def cut_alike(versions: Sequence[Version]) -> bool:
-    """Whether all of them cut collectives into messages alike."""
+def cut_alike(versions: Sequence[Version], nvls: bool) -> bool:
+    """Whether all of them cut collectives into messages alike; those over NVLSTree only where `nvls` says so."""
     facts = set()
     for version in versions:
         of = traits(version)
-        facts.add((of.scheme, of.minimum_traffic, of.cell_rule, of.ll_traffic, of.nvls_chunk, of.nvls_chunk_4))
+        chunks = (of.nvls_chunk, of.nvls_chunk_4) if nvls else ()
+        facts.add((of.scheme, of.minimum_traffic, of.cell_rule, of.ll_traffic, *chunks))
     return len(facts) == 1
 
 
@@ -42,8 +45,9 @@ def bind(group: NcclGroup, member: Member, found: Sequence[Connection]) -> dict[
     result = {}
     for edge, told in known.items():
         for seen in found:
-            if told.receiver_qps[0] in seen.pairs and seen.ends == (told.sender_gid, told.receiver_gid):
-                if seen.sender_rank != edge.sender:
+            same = told.receiver_qps[0] in seen.pairs and bool(told.sender_qps) != seen.over_tcp
+            if same and seen.ends == (told.sender_gid, told.receiver_gid):
+                if seen.sender_rank not in (-1, edge.sender):
                     raise UsageError(
                         f"queue pair 0x{told.receiver_qps[0]:x}: the set-up in the capture says that rank "
                         f"{edge.sender} sends to it, the CTS entries say rank {seen.sender_rank}: the capture mixes "
@@ -63,23 +67,42 @@ def _idle(edge: Edge, ends: tuple[str, str], pairs: Sequence[int] = (0,)) -> Con
     return Connection([Flow((0, *ends, pair)) for pair in pairs], edge.sender, set(), set())
 
 
+def with_sockets(member: Member, found: Sequence[SocketSeen]) -> Member:
+    """The communicator with its NET/Socket connections, by where they were accepted: as those of NET/IB, with the
+    number of the connection for the queue pair."""
+    listeners = {one.end: one for one in member.listeners}
+    made: dict[tuple[Endpoint, int], list[SocketSeen]] = {}
+    for seen in found:
+        made.setdefault((seen.made.listener, seen.made.vantage), []).append(seen)
+    connections = list(member.connections)
+    for (end, _), (seen, *others) in made.items():
+        told = listeners.get(end)
+        if told is not None and seen.framed and not others:  # several: the port was used again, whose is it?
+            connections.append(NetConnection(
+                (), end, (), (seen.made.order,), seen.made.source, end[0], 0, 0, told.kind, told.channel, told.sender,
+                told.receiver,
+            ))  # fmt: skip
+    return replace(member, connections=tuple(connections))
+
+
 def assignments(group: NcclGroup, found: Sequence[Connection]) -> Iterator[dict[Edge, Connection]]:
-    """Ways in which connections can be the communicator's: senders by their entries, receivers by their addresses,
-    channels rising with queue pairs. What is between other addresses belongs to none."""
-    mine = [
-        one for one in found
-        if 0 <= one.sender_rank < group.world_size and one.ends[0] in group.addresses[one.sender_rank]
-    ]  # fmt: skip
+    """Ways in which connections can be the communicator's: senders by their entries (over TCP by their addresses),
+    receivers by their addresses, channels rising with queue pairs. What is between other addresses belongs to none.
+    There is no way where it is not known in which order connections were made."""
     home: dict[str, set[int]] = {}  # the ranks that were seen sending from an address
-    links: dict[tuple[int, str], list[Connection]] = {}
-    for one in sorted(mine, key=lambda one: one.pairs):
-        home.setdefault(one.ends[0], set()).add(one.sender_rank)
-        links.setdefault((one.sender_rank, one.ends[1]), []).append(one)
+    links: dict[tuple[tuple[int, ...], str], list[Connection]] = {}
+    for one in sorted(found, key=lambda one: one.pairs):
+        senders = _senders(group, one)
+        if senders:
+            home.setdefault(one.ends[0], set()).update(senders)
+            links.setdefault((senders, one.ends[1]), []).append(one)
     candidates = {}
-    for sender, address in links:
-        own = [edge for edge in edges(group) if edge.sender == sender and address in group.addresses[edge.receiver]]
+    for senders, address in links:
+        own = [edge for edge in edges(group) if edge.sender in senders and address in group.addresses[edge.receiver]]
         # A rank uses the same adapter both ways, so who sends from an address receives there.
-        candidates[sender, address] = [edge for edge in own if edge.receiver in home.get(address, ())] or own
+        candidates[senders, address] = [edge for edge in own if edge.receiver in home.get(address, ())] or own
+    if any(len(own) > 1 and not all(one.data[0].ordered for one in links[link]) for link, own in candidates.items()):
+        return
     exact = [
         {link: [edge for edge in own if any(role(edge) for role in roles)] for link, own in candidates.items()}
         for roles in _USED
@@ -99,6 +122,12 @@ def assignments(group: NcclGroup, found: Sequence[Connection]) -> Iterator[dict[
                 yield _with_idle(group, bound)
 
 
+def _senders(group: NcclGroup, one: Connection) -> tuple[int, ...]:
+    """The ranks that can be a connection's sender."""
+    ranks = range(group.world_size) if one.sender_rank < 0 else (one.sender_rank,)
+    return tuple(rank for rank in ranks if rank < group.world_size and one.ends[0] in group.addresses[rank])
+
+
 _USED: tuple[tuple[Callable[[Edge], bool], ...], ...] = (
     (lambda edge: edge.ring,), (lambda edge: edge.tree >= 0,), (lambda edge: edge.nvls >= 0,),
     (lambda edge: edge.ring, lambda edge: edge.tree >= 0), (lambda edge: edge.ring, lambda edge: edge.nvls >= 0),
@@ -112,7 +141,7 @@ def _with_idle(group: NcclGroup, bound: dict[Edge, Connection]) -> dict[Edge, Co
     shown = {one.ends for one in bound.values()}
     for edge in edges(group):
         own, far = group.addresses[edge.sender], group.addresses[edge.receiver]
-        if edge not in bound and len(own) == len(far) == 1 and (own[0], far[0]) in shown:
+        if edge not in bound and len(own) == len(far) == 1 and (own[0], far[0]) in shown and not group.sockets:
             bound[edge] = _idle(edge, (own[0], far[0]))
     return bound
 
@@ -123,14 +152,14 @@ def _orders(candidates: Sequence[Edge], number: int) -> Iterator[tuple[Edge, ...
     told: set[tuple[Edge, ...]] = set()
     for key in (lambda edge: (False, edge.channel), lambda edge: (not edge.ring, edge.channel)):
         ordered = sorted(candidates, key=key)
-        if len({edge.receiver for edge in candidates}) == 1:
+        if len({(edge.sender, edge.receiver) for edge in candidates}) == 1:
             ways: Iterator[tuple[Edge, ...]] = combinations(ordered, number)
         else:
             ways = (
                 way for way in permutations(ordered, number)
                 if all(
                     ordered.index(a) < ordered.index(b)
-                    for a, b in combinations(way, 2) if a.receiver == b.receiver
+                    for a, b in combinations(way, 2) if (a.sender, a.receiver) == (b.sender, b.receiver)
                 )
             )  # fmt: skip
         for way in ways:

@@ -1,105 +1,137 @@
-"""NCCL over TCP (NET/Socket): who talks, over how many sockets, how many messages."""
+"""NCCL over TCP (NET/Socket): its connections and their messages, in the terms of RDMA's.
+
+With data sockets, how a connection is framed depends on the release. Where neither the user nor the set-up that was
+captured before tells it, such a connection is named, and nothing is said of its messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from mirror.flows import Flows
-from mirror.roce_spans import BEGIN, END
-from mirror.roce_state import M_LENGTH
+from flowcheck.inspect.messages import MessageTable
+from flowcheck.inspect.nccl_flows import Connection, Flow
+from flowcheck.inspect.streams import endpoint
+from mirror.messages import Message
 from mirror.spans import Spans
-from reconstruct.nccl.sockets import SocketConnection, SocketMessages
+from reconstruct.nccl.heads import Heads
+from reconstruct.nccl.socket_state import WHOLE
+from reconstruct.nccl.socket_table import SocketConnection
+from reconstruct.nccl.sockets import SocketMessages
 
-__all__ = ["SocketTraffic"]
+__all__ = ["SocketSeen", "SocketTraffic"]
 
-_INLINE = (0, 128)
-"""`Traits.socket_inline` of all releases: up to 2.26, and later."""
+_CURRENT = 128
+"""`Traits.socket_inline` of current releases."""
 _MOST_TOLD = 8
-_MOST_COUNTED = 4096
-_OVER = ("", "closed")
+_CLOSED = "closed"
+
+Keep = Callable[[Flow, Message, int, int], None]
+"""Is given a flow and a message of it that is over, and when that began and ended, ns."""
 
 
-@dataclass(slots=True)
-class _Count:
-    connection: SocketConnection
+@dataclass(slots=True, eq=False)
+class SocketSeen:
+    """A connection. sure: whether it is known how its release writes; broken: messages with holes."""
+
+    made: SocketConnection
+    flow: Flow
+    sure: bool
     messages: int = 0
     bytes: int = 0
     broken: int = 0
-    """Messages with holes."""
 
+    @property
+    def framed(self) -> bool:
+        """Whether its messages are what they seem."""
+        return self.sure or not max(self.made.sockets, default=0)
 
-class _Reading:
-    """The framing as some releases do it."""
+    @property
+    def lost(self) -> str:
+        """Why nothing is known from a message on, "" if everything is."""
+        if self.made.searching:
+            return "bytes that hold the length of a message were not captured"
+        return "" if self.made.reason == _CLOSED else self.made.reason
 
-    def __init__(self, flows: Flows, inline: int) -> None:
-        self.messages = SocketMessages(flows, inline)
-        self.counts: dict[int, _Count] = {}
-        """By the order of the connections."""
+    @property
+    def cut(self) -> str:
+        """As in `Connection`."""
+        return f"{self.ends} from number {self.messages} on ({self.lost})" if self.lost else ""
 
-    def unlikely(self, at: int) -> tuple[bool, int]:
-        """The less the better: whether framing was lost on a connection, and how few bytes it explains."""
-        count = self.counts[at]
-        one = count.connection
-        return one.searching or one.reason not in _OVER, -count.bytes
+    @property
+    def ends(self) -> str:
+        return f"{self.made.source} to {endpoint(self.made.listener)}"
 
-    def feed(self, spans: Spans) -> None:
-        made = self.messages.feed(spans)
-        open_now = {connection.number: connection for connection in self.messages.connections}
-        for connection in open_now.values():
-            if connection.order not in self.counts and len(self.counts) < _MOST_COUNTED:
-                self.counts[connection.order] = _Count(connection)
-        flow, kind, length = made.flow[: made.n], made.kind[: made.n], made.length[: made.n]
-        sizes = self.messages.messages[made.message[: made.n], M_LENGTH]
-        for number in np.unique(flow).tolist():
-            count = self.counts.get(open_now[number].order)
-            if count is not None:
-                begun = (flow == number) & (kind == BEGIN)
-                count.messages += int(begun.sum())
-                count.bytes += int(sizes[begun].sum())
-                count.broken += int(((flow == number) & (kind == END) & (length == 0)).sum())
+    def told(self) -> str:
+        """A sentence."""
+        sockets = max(self.made.sockets, default=0)
+        text = f"NCCL over TCP from {self.ends}: {sockets} data sockets"
+        if not self.framed:
+            return f"{text}; nothing tells NCCL's release, and so not where its messages begin: give --nccl-version"
+        text += f", {self.messages} messages, {self.bytes} bytes"
+        if self.broken:
+            text += f", {self.broken} of them not whole"
+        return text + (f"; from there on unknown: {self.lost}" if self.lost else "")
 
 
 class SocketTraffic:
-    """Feed it every batch of spans of TCP reassembly."""
+    """Feed it every batch of TCP spans in which `heads` has found SOCKET."""
 
-    def __init__(self, flows: Flows) -> None:
-        self._readings = {inline: _Reading(flows, inline) for inline in _INLINE}
+    def __init__(self, heads: Heads, keep: Keep, *, limit: int) -> None:
+        """`limit`: the most bytes of messages kept until they are over."""
+        self.seen: list[SocketSeen] = []
+        """In the order in which they were found."""
+        self._sockets = SocketMessages(heads, _CURRENT)
+        self._keep = keep
+        self.table = MessageTable(self._sockets, self._message, _no_gap, limit=limit)
 
-    def feed(self, spans: Spans) -> None:
-        for reading in self._readings.values():
-            reading.feed(spans)
+    def feed(self, spans: Spans, inline: int | None) -> None:
+        """Take a batch. inline: `Traits.socket_inline` of connections made by it, None if that is not known."""
+        self._sockets.expect(_CURRENT if inline is None else inline)
+        made = self._sockets.feed(spans)
+        if self._sockets.count > len(self.seen):
+            new = [one for one in self._sockets.connections if one.order >= len(self.seen)]
+            for one in sorted(new, key=lambda one: one.order):
+                key = one.vantage, one.source, one.listener[0], one.order
+                self.seen.append(SocketSeen(one, Flow(key, mtu=WHOLE, over_tcp=True), inline is not None))
+        self.table.feed(made)
 
-    @property
-    def seen(self) -> bool:
-        """Whether there is a connection of NCCL's."""
-        return bool(self._readings[0].counts)
+    def finish(self, torn: Collection[tuple[str, str]], late: Collection[tuple[str, str]]) -> None:
+        """Nothing more comes. torn: (source address, destination as `streams.endpoint`) of TCP streams with holes,
+        or without a start; late: of the latter."""
+        self.table.finish()
+        for one in self.seen:
+            one.flow.finish()
+            ends = one.made.source, endpoint(one.made.listener)
+            one.flow.timed, one.flow.ordered = ends not in torn, ends not in late
 
-    def statements(self, inline: int | None) -> Iterator[str]:
-        """A sentence for each connection. inline: as the release has it, None if that is not known: then the framing
-        that explains more is told."""
-        readings = list(self._readings.values()) if inline is None else [self._readings[inline]]
-        number = len(self._readings[0].counts)
-        for at in range(min(number, _MOST_TOLD)):
-            yield _sentence(min(readings, key=lambda one: one.unlikely(at)).counts[at])
-        if number > _MOST_TOLD:
-            yield f"{number - _MOST_TOLD} more connections of NCCL over TCP"
-        if number:
+    def connections(self) -> list[Connection]:
+        """Those that carry messages, as far as these are known."""
+        if self._sockets.refused:
+            return []
+        carrying = [one for one in self.seen if one.framed and (one.flow.pieces or one.lost)]
+        return [Connection([one.flow], -1, set(), set(), one.cut) for one in carrying]
+
+    def statements(self) -> Iterator[str]:
+        """A sentence for each connection, those first of which something is not known."""
+        for one in sorted(self.seen, key=lambda one: (one.framed and not one.lost, not one.broken))[:_MOST_TOLD]:
+            yield one.told()
+        if len(self.seen) > _MOST_TOLD:
+            yield f"{len(self.seen) - _MOST_TOLD} more connections of NCCL over TCP"
+        if self._sockets.refused:
             yield (
-                "NCCL over TCP (NET/Socket): its messages are counted, its collectives are not told apart here: a "
-                "daemon that a job attaches to follows them"
+                f"NCCL over TCP: {self._sockets.refused} sockets beyond the {self._sockets.capacity} connections that "
+                "are followed at once, so no collective is claimed: inspect a shorter capture"
             )
 
+    def _message(self, message: Message, begin: int, end: int) -> None:
+        one = self.seen[message.queue_pair]
+        one.messages += 1
+        one.bytes += message.extent
+        one.broken += not message.complete
+        if one.framed:
+            self._keep(one.flow, message, begin, end)
 
-def _sentence(count: _Count) -> str:
-    one = count.connection
-    sockets = max(one.sockets, default=0)
-    ends = f"{one.source} to {one.listener[0]}:{one.listener[1]}"
-    text = f"NCCL over TCP from {ends}: {sockets} data sockets, {count.messages} messages, {count.bytes} bytes"
-    if count.broken:
-        text += f", {count.broken} of them not whole"
-    if one.searching:
-        return f"{text}; from there on unknown: bytes that hold the length of a message were not captured"
-    return text + (f"; from there on unknown: {one.reason}" if one.reason not in _OVER else "")
+
+def _no_gap(flow: int, psn: int, packets: int) -> None:
+    raise AssertionError("a message of a NET/Socket connection has its place")

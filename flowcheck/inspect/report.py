@@ -262,8 +262,8 @@ class Inspection:
         self._roce = RoceReassembler(QueuePairs(limits.flows), check_icrc=True)
         self._messages = MessageTable(self._roce, self._message, self._gap, limit=limits.messages)
         self._nccl = NcclTraffic(
-            self._collective, self._gloo.flows, budget_bytes=limits.collectives, dtypes=types.of, buckets=types.sizes,
-            hint=version, group=communicator,
+            self._collective, self._gloo.flows, budget_bytes=limits.collectives, message_bytes=limits.messages,
+            dtypes=types.of, buckets=types.sizes, hint=version, group=communicator,
         )  # fmt: skip
         self._infiniband = 0
 
@@ -336,9 +336,10 @@ class Inspection:
                 f"{unchecked} bytes came again after more than {self._limits.streams >> 20} MiB of other stream bytes: "
                 "they were neither compared with the first copy nor put into holes"
             )
-        if self._messages.dropped:
+        dropped = self._messages.dropped + self._nccl.over_tcp.dropped
+        if dropped:
             notes.append(
-                f"{self._messages.dropped} bytes of RDMA messages found no room in {self._limits.messages >> 20} MiB "
+                f"{dropped} bytes of messages found no room in {self._limits.messages >> 20} MiB "
                 "and count as holes: inspect a shorter capture"
             )
         elif self._messages.hurried:

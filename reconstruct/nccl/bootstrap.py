@@ -14,19 +14,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from reconstruct.nccl.graph_records import GraphRecord, chains, heads, rings
+from reconstruct.nccl.heads import BOOTSTRAP, HELLO, MAGIC, NET_IB
 from reconstruct.nccl.tree import node_numbers
 from reconstruct.nccl.versions import ConnectionBlock, GraphInfo, Version, block_versions, parse, traits
 
-__all__ = ["HELLO", "MAGIC", "Member", "NetConnection", "SetUpStream", "Setup", "Span", "may_begin", "read_setup"]
+__all__ = ["Listener", "Member", "NetConnection", "SetUpStream", "Setup", "Span", "may_begin", "read_setup"]
 
 Endpoint = tuple[str, int]
 Span = tuple[Version, Version]
 
-MAGIC = 0x564AB9F2FC4B9D6C
-"""Of connections that are not the bootstrap's; NCCL_SOCKET_MAGIC changes it from 2.30.7 on."""
-BOOTSTRAP, NET_IB = 1, 4
-HELLO = 12
-"""Bytes with which a connection begins: magic and type."""
 _ADDRESS = 28
 MOST_MESSAGE = 1 << 20
 """Bytes of a message of the bootstrap."""
@@ -85,6 +81,17 @@ class NetConnection:
 
 
 @dataclass(frozen=True, slots=True)
+class Listener:
+    """Where a rank accepts one connection of its network, and which: fields as in `NetConnection`."""
+
+    end: Endpoint
+    kind: str
+    channel: int
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """One communicator. What was not seen of it is empty or 0."""
 
@@ -107,6 +114,8 @@ class Member:
     """Whether the records of all ranks say that there are no NVLS heads."""
     wired: tuple[tuple[int, int, int], ...] = ()
     """(sender, receiver, channels) of every pair whose ring connections were seen being made."""
+    listeners: tuple[Listener, ...] = ()
+    """Those that were named once, by address."""
     connections: tuple[NetConnection, ...] = ()
     over: bool = False
     """Whether the connections around the ring of ranks, which live as long as the communicator, were closed."""
@@ -325,7 +334,7 @@ def read_setup(streams: Iterable[SetUpStream], qps: int = 1) -> Setup:
         elif kind == BOOTSTRAP:
             members.setdefault(magic, _Gathering(magic)).take(stream)
     found = []
-    owner: dict[Endpoint, list[tuple[int, str, int, int, int]]] = {}
+    owner: dict[Endpoint, list[tuple[int, Listener]]] = {}
     for number, gathering in enumerate(members.values()):
         member = gathering.member()
         found.append(member)
@@ -334,7 +343,7 @@ def read_setup(streams: Iterable[SetUpStream], qps: int = 1) -> Setup:
             for at, listener in enumerate(listeners):
                 role = _KINDS.get(tag & 0x7F, "")
                 channel = _channel(member, role, peer, rank, at)
-                owner.setdefault(listener, []).append((number, role, channel, peer, rank))
+                owner.setdefault(listener, []).append((number, Listener(listener, role, channel, peer, rank)))
     mine: dict[int, list[NetConnection]] = {}
     strangers = []
     for connection in made:
@@ -342,12 +351,24 @@ def read_setup(streams: Iterable[SetUpStream], qps: int = 1) -> Setup:
         if len(owners) != 1:  # none, or a port that was used again: whose it is cannot be said
             strangers.append(connection)
             continue
-        ((number, role, channel, sender, receiver),) = owners
+        ((number, told),) = owners
         mine.setdefault(number, []).append(
-            replace(connection, kind=role, channel=channel, sender=sender, receiver=receiver)
+            replace(connection, kind=told.kind, channel=told.channel, sender=told.sender, receiver=told.receiver)
         )
+    named: dict[int, list[Listener]] = {}
+    for owners in owner.values():
+        if len(owners) == 1:
+            named.setdefault(owners[0][0], []).append(owners[0][1])
     return Setup(
-        tuple(replace(member, connections=tuple(mine.get(i, ()))) for i, member in enumerate(found)), tuple(strangers)
+        tuple(
+            replace(
+                member,
+                listeners=tuple(sorted(named.get(i, ()), key=lambda one: one.end)),
+                connections=tuple(mine.get(i, ())),
+            )
+            for i, member in enumerate(found)
+        ),
+        tuple(strangers),
     )
 
 

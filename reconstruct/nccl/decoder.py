@@ -16,6 +16,7 @@ must tell. A connection first seen in the middle of its life is not followed, an
 
 from __future__ import annotations
 
+import weakref
 from typing import Protocol
 
 import numpy as np
@@ -90,7 +91,8 @@ class NcclDecoder:
         for rank, addresses in enumerate(group.addresses):
             for address in addresses:
                 nodes[normal(address)] = group.nodes[rank]
-        follower = Follower(group, sequence, self._lanes, self._held, lambda request: self.planner(request))
+        decoder = weakref.proxy(self)  # else the two keep each other until the collector of cycles comes
+        follower = Follower(group, sequence, self._lanes, self._held, lambda request: decoder.planner(request))
         self._groups[group.name], self._nodes[group.name] = follower, nodes
         self._attached[group.name] = 0 if attached is None else attached
         self._vantage[group.name] = vantage

@@ -12,6 +12,8 @@ collectives (`known`); behind it, messages are kept until exactly one collective
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 
 from reconstruct.decoder import (
@@ -94,8 +96,9 @@ class Follower:
         if group.sockets:
             self._reader.mtu, self._reader.apart = WHOLE, False
         self._keeper = Keeper(lanes, held, self._reader)
+        follower = weakref.proxy(self)  # else the two keep each other until the collector of cycles comes
         self.placer = Placer(
-            group, self.ledger, self.roster, lanes, held, self._keeper, self._reader, self._look_again
+            group, self.ledger, self.roster, lanes, held, self._keeper, self._reader, lambda: follower._look_again()
         )
         evidence = Evidence(self.roster, self._reader, lanes)
         sights = Sights(self.roster, self._reader, lanes)

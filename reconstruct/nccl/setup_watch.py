@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mirror.flows import Flows
 from mirror.spans import CLOSE, DATA, HOLE, OPEN, Spans
 from reconstruct.nccl.bootstrap import HELLO, MOST_MESSAGE, NET_IB, Setup, SetUpStream, may_begin, read_setup
+from reconstruct.nccl.heads import SETUP, Heads
 
 __all__ = ["SetupWatcher"]
 
@@ -37,30 +37,28 @@ class SetupWatcher:
     """Costs Python time for set-up connections, and for the first bytes of others; a connection whose messages do not
     follow one another as the bootstrap's do is let go at once.
 
-    flows: the table of the spans' flow ids; most_bytes: kept at once. Beyond that the oldest are forgotten, those that
-    were closed first. Feed it every batch of spans; `setup` reads what has been kept.
+    heads: which streams may be such; most_bytes: kept at once. Beyond that the oldest are forgotten, those that were
+    closed first. Feed it every batch of spans in which `heads` has found SETUP; `setup` reads what has been kept.
     """
 
-    def __init__(self, flows: Flows, most_bytes: int = 32 << 20) -> None:
+    def __init__(self, heads: Heads, most_bytes: int = 32 << 20) -> None:
         self.changed = 0
         """When the newest bytes since `setup` was last called came, ns; 0 if none did."""
         self.dropped = 0
         """Connections that are kept no more: with holes, too long, the oldest, or of communicators that have ended."""
         self.bytes = 0
-        self._flows, self._most_bytes = flows, most_bytes
-        self._watched = np.zeros(flows.capacity, bool)
+        self._heads, self._flows, self._most_bytes = heads, heads.flows, most_bytes
         self._ways: dict[int, _Way] = {}
         self._kept: OrderedDict[int, SetUpStream] = OrderedDict()  # by id, those to forget first at the front
 
     def feed(self, spans: Spans) -> None:
-        """Take a batch of spans."""
+        """Take a batch of spans that `heads` has looked at."""
         n = spans.n
         flow, kind, offset, length = spans.flow[:n], spans.kind[:n], spans.offset[:n], spans.length[:n]
-        begin = (kind == DATA) & (offset == 0) & (length > 0)
-        for i in np.flatnonzero(begin).tolist():
-            if may_begin(ctypes.string_at(int(spans.addr[i]), min(int(length[i]), HELLO + 4))):
-                self._watched[[flow[i], max(0, self._flows.peer[flow[i]])]] = True
-        for i in np.flatnonzero(self._watched[flow]).tolist():
+        marks = self._heads.marks
+        answers = self._flows.peer[flow[(marks[flow] & SETUP != 0) & (kind == DATA) & (offset == 0)]]
+        marks[answers[answers >= 0]] |= SETUP
+        for i in np.flatnonzero(marks[flow] & SETUP).tolist():
             number, what, at, size = int(flow[i]), int(kind[i]), int(offset[i]), int(length[i])
             if what == OPEN:
                 self._forget(number)
@@ -68,6 +66,7 @@ class SetupWatcher:
                 self._begin(number, ctypes.string_at(int(spans.addr[i]), min(size, HELLO + 4)))
             way = self._ways.get(number)
             if way is None:
+                self._heads.clear(number, SETUP)
                 continue
             if what == HOLE or (what == DATA and way.expected != at):
                 self._drop(way.stream)
@@ -77,13 +76,17 @@ class SetupWatcher:
             elif what == CLOSE:
                 self._close(way.stream)
 
+    def seen(self, qps: int = 1) -> Setup:
+        """Everything that is kept; it stays. qps: queue pairs of a connection."""
+        return read_setup(self._kept.values(), qps)
+
     def setup(self, qps: int = 1) -> Setup:
         """Everything that is kept. What is of communicators that have ended is told this once, and then forgotten.
 
         qps: queue pairs of a connection.
         """
         self.changed = 0
-        found = read_setup(self._kept.values(), qps)
+        found = self.seen(qps)
         ended = [member for member in found.communicators if member.over]
         magics = {member.magic.to_bytes(8, "little") for member in ended}
         listeners = {one.listener for member in ended for one in member.connections}
@@ -94,15 +97,16 @@ class SetupWatcher:
 
     def _begin(self, number: int, head: bytes) -> None:
         if not may_begin(head):
-            self._watched[number] = False  # it was watched as the other direction of an earlier connection
+            self._heads.clear(number, SETUP)
             return
         stream = SetUpStream(self._flows.endpoint_src(number), self._flows.endpoint_dst(number))
         self._kept[id(stream)] = stream
         self._ways[number] = _Way(stream, True, boundary=HELLO)
+        self._heads.marks[number] |= SETUP
         peer = int(self._flows.peer[number])
         if peer >= 0:
             self._ways[peer] = _Way(stream, False)
-            self._watched[[number, peer]] = True
+            self._heads.marks[peer] |= SETUP
         if len(self._kept) > _MOST_STREAMS:
             self._drop(next(iter(self._kept.values())))
 
@@ -150,4 +154,4 @@ class SetupWatcher:
 
     def _release(self, number: int) -> None:
         self._ways.pop(number, None)
-        self._watched[number] = False
+        self._heads.clear(number, SETUP)

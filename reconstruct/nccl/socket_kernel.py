@@ -11,19 +11,18 @@ from typing import Any
 
 from numba import njit
 
-from mirror.memory import copy, load_u8, load_u32, load_u64
+from mirror.memory import copy, load_u8
 from mirror.roce_spans import BEGIN, DATA, END
 from mirror.roce_state import M_FIRST, M_FLOW, M_IMM, M_KIND, M_LENGTH, M_MTU, M_PACKETS, M_RKEY, M_VA
 from mirror.roce_wire import WRITE
 from mirror.spans import CLOSE, HOLE, OPEN
 from reconstruct.nccl import socket_state as k
+from reconstruct.nccl.heads import SOCKET
 from reconstruct.nccl.script import immediate
 from reconstruct.nccl.socket_state import SocketState
 
-__all__ = ["HELLO_BYTES", "MAGIC", "MOST_MESSAGE", "NET_SOCKET", "run", "take"]
+__all__ = ["HELLO_BYTES", "MOST_MESSAGE", "run", "take"]
 
-MAGIC = 0x564AB9F2FC4B9D6C
-NET_SOCKET = 3
 HELLO_BYTES = 13
 MOST_MESSAGE = 64 << 20
 _MARGIN = 16  # spans that one step of `take` makes at most, but for unfilled units, and cells that it uses
@@ -273,17 +272,6 @@ def take(s: SocketState, socket: int, addr: int, count: int, ts: int) -> tuple[i
 
 
 @njit(cache=True, nogil=True)
-def _greets(addr: int, length: int) -> bool:
-    """Whether the first bytes of a stream can be the hello of a NET/Socket connection."""
-    if length >= 12:
-        return load_u64(addr) == MAGIC and load_u32(addr + 8) == NET_SOCKET
-    for i in range(min(length, 8)):  # noqa: SIM110  numba
-        if load_u8(addr + i) != MAGIC >> 8 * i & 0xFF:
-            return False
-    return True
-
-
-@njit(cache=True, nogil=True)
 def run(
     s: SocketState, flow: Any, kind: Any, offset: Any, addr: Any, length: Any, ts: Any, count: int
 ) -> int:  # fmt: skip
@@ -302,7 +290,7 @@ def run(
                 if done < length[i]:
                     took, reason = take(s, socket, addr[i] + done if what == DATA else 0, length[i] - done, ts[i])
                     cursor[k.DONE] = done + took
-            elif socket == k.COLLECTING or (offset[i] == 0 and what == DATA and _greets(addr[i], length[i])):
+            elif socket == k.COLLECTING or (offset[i] == 0 and what == DATA and s.marks[flow[i]] & SOCKET):
                 reason = k.HELLO
         elif (what == OPEN or what == CLOSE) and socket != k.NOBODY:  # noqa: SIM109
             reason = k.CLOSED

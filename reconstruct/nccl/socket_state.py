@@ -65,6 +65,8 @@ CURSOR = 11
 class SocketState(NamedTuple):
     """All memory, in the form that kernels take."""
 
+    marks: np.ndarray
+    """uint8[flows]: `heads.Heads.marks`."""
     role: np.ndarray
     """int32[flows]: row of `sockets`, NOBODY or COLLECTING."""
     sockets: np.ndarray
@@ -93,11 +95,11 @@ class SocketState(NamedTuple):
     message: np.ndarray
 
 
-def fresh(flows: int, sockets: int, connections: int) -> tuple[SocketState, list[np.ndarray]]:
-    """Empty memory, and what keeps the cells' bytes alive."""
+def fresh(marks: np.ndarray, sockets: int, connections: int) -> tuple[SocketState, list[np.ndarray]]:
+    """Empty memory for the flows that have `marks`, and what keeps the cells' bytes alive."""
     none = np.zeros(0, np.int64)
     state = SocketState(
-        np.full(flows, NOBODY, np.int32), np.zeros((sockets, SOCKET_WORDS), np.int64),
+        marks, np.full(len(marks), NOBODY, np.int32), np.zeros((sockets, SOCKET_WORDS), np.int64),
         np.zeros((connections, CONNECTION_WORDS), np.int64), np.zeros((0, M_COLUMNS), np.int64),
         np.zeros((connections, SIZES), np.int32),
         np.zeros((0, 4), np.int64), np.zeros((0, CELL_WORDS), np.int64), none, none, none, none, none,

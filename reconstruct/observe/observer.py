@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from mirror.block import Block
+from mirror.block import Block, pack
 from mirror.flows import Flows
 from mirror.spans import CLOSE, DATA, HOLE, OPEN, Spans
 from mirror.tcp import TcpReassembler
@@ -136,7 +136,7 @@ class Observer:
         """Compile every kernel before the first frame arrives."""
         nothing = np.zeros(0, np.int64)
         other = Observer(64, 1 << 20)
-        other.feed(Block(np.zeros(1, np.uint8), nothing, nothing, nothing, nothing, nothing), 0)
+        other.feed(pack([], 0), 0)
         other.flush(0)
         other._watch(_cut(other._tcp.expire(0), 0, 0), 0)
         schedule.infer_size(nothing, 4, 2, 0)
