@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import struct
-import subprocess
 import sys
 import time
 from array import array
@@ -16,11 +15,43 @@ from pathlib import Path
 
 from observe_live import frames_of
 
-CODE = "from flowcheck.cli import main; main()"
 SET_GRO = 0x2C
 
 
-def main(capture: Path) -> None:
+class Doctor:
+    """The command, in a fork of this process: modules and kernels are loaded once for all of them."""
+
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        from flowcheck.cli import main as command
+
+        self._said = folder / "out", folder / "error"
+        self._status: int | None = None
+        self._process = os.fork()
+        if self._process == 0:
+            status: object = 99
+            try:
+                for number, path in enumerate(self._said, 1):
+                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+                command(arguments)
+            except SystemExit as end:
+                status = end.code
+            finally:
+                sys.stdout.flush()
+                os._exit(status if isinstance(status, int) else 98)
+
+    def over(self, flags: int = os.WNOHANG) -> bool:
+        if self._status is None:
+            done, status = os.waitpid(self._process, flags)
+            self._status = os.waitstatus_to_exitcode(status) if done else None
+        return self._status is not None
+
+    def result(self) -> dict[str, object]:
+        self.over(0)
+        out, error = (path.read_text() for path in self._said)
+        return {"code": self._status, "error": error, "report": json.loads(out or "null")}
+
+
+def main(capture: Path, folder: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x40000000) and libc.unshare(0x50000000):  # CLONE_NEWNET, and with a user namespace
         print(json.dumps({"refused": os.strerror(ctypes.get_errno())}))
@@ -43,20 +74,21 @@ def main(capture: Path) -> None:
             fcntl.ioctl(control, 0x8946, struct.pack("16sP16x", b"right", value.buffer_info()[0]))
 
     def doctor(seconds: float, frames: list[tuple[int, bytes]]) -> dict[str, object]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CODE, "doctor", "-i", "right", "--seconds", str(seconds), "--json"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        process = Doctor(folder, ["doctor", "-i", "right", "--seconds", str(seconds), "--json"])
         deadline = time.monotonic() + 120
-        while not promiscuous() and process.poll() is None and time.monotonic() < deadline:
+        while not promiscuous() and not process.over() and time.monotonic() < deadline:
             time.sleep(0.01)
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as sock:
             sock.bind(("left", 3))
             for _, data in frames:
                 sock.send(data)
-        out, err = process.communicate(timeout=120)
-        return {"code": process.returncode, "error": err, "report": json.loads(out or "null")}
+        return process.result()
 
+    from flowcheck.doctor.exam import Examination
+    from mirror.afpacket import warm_up
+
+    Examination().warm_up()
+    warm_up()
     frames = frames_of(capture)
     gro(0)
     result = {"frames": len(frames), "healthy": doctor(1.5, frames)}
@@ -70,4 +102,4 @@ def main(capture: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flowcheck.cli import main
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -42,22 +44,30 @@ def test_errors_are_one_line_with_their_status(arguments: list[str], status: int
     assert len(done.stderr.splitlines()) == 1, "one line that says what and what to do"
 
 
-def test_config_file_sets_defaults_and_names_what_it_cannot_use(tmp_path: Path) -> None:
+def test_config_file_sets_defaults_and_names_what_it_cannot_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "daemon.toml"
+
+    def daemon(*arguments: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["daemon", *arguments, "--config", str(config)])
+        return end.value.code, capsys.readouterr().err
+
     config.write_text('interface = ["nowhere0"]\nkeep = 5\n')
-    done = flowcheck("daemon", "--config", str(config))
-    assert done.returncode == 1 and "nowhere0" in done.stderr
+    status, error = daemon()
+    assert status == 1 and "nowhere0" in error
     config.write_text('interface = "nowhere0"\n')  # one of a repeatable option needs no list
-    done = flowcheck("daemon", "--config", str(config))
-    assert done.returncode == 1 and "nowhere0" in done.stderr
+    status, error = daemon()
+    assert status == 1 and "nowhere0" in error
     for text, said in (
         ("keeep = 5\n", "keeep"), ("keep = 0\n", "keep"), ("keep = \n", "not TOML"), ("keep = 2.5\n", "keep"),
         ("keep = true\n", "keep"), ("observe = 1\n", "observe"), ("[keep]\na = 1\n", "keep"),
         ("every-seconds = \"soon\"\n", "every-seconds"),
     ):  # fmt: skip
         config.write_text(text)
-        done = flowcheck("daemon", "-i", "nowhere0", "--config", str(config))
-        assert done.returncode == 78 and said in done.stderr, done
+        status, error = daemon("-i", "nowhere0")
+        assert status == 78 and said in error, error
 
 
 def test_status_and_verify_import_no_torch(tmp_path: Path) -> None:

@@ -10,17 +10,18 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from shadow_cases import describe, spec_of, uploads
 
 from flowcheck import jobfile
+from flowcheck.config import DaemonConfig
+from flowcheck.daemon import run
 from flowcheck.errors import NothingRestorable
 from flowcheck.lab.launcher import child_environment
 from flowcheck.store import Store
 from flowcheck.verify import verify
-from mirror.block import Block
+from mirror.block import pack
 from mirror.record import PcapRecorder
 
 
@@ -42,13 +43,22 @@ def big_job(folder: Path, width: int) -> tuple[Path, Path, int]:
     job, capture = folder / "big" / "job.safetensors", folder / "quiet.pcap"
     jobfile.write(job, description, tensors)
     with PcapRecorder(capture) as recorder:
-        one = np.ones(1, np.int64)
-        recorder.write(Block(np.zeros(64, np.uint8), 0 * one, 60 * one, 60 * one, one, -one))
+        recorder.write(pack([bytes(60)], 1))
     return capture, job, sum(data.nbytes for _, data in tensors.values())
 
 
 def writing(store: Path) -> bool:
     return any(path.name.startswith(".tmp-") for path in store.glob("*/e*/*"))
+
+
+def run_to_its_end(config: DaemonConfig) -> None:
+    """The daemon in this process, whose own signal handlers come back afterwards."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert run(config) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def kill_while_writing(folder: Path, capture: Path, job: Path, kills: int, longest: float) -> int:
@@ -89,7 +99,7 @@ def kill_while_writing(folder: Path, capture: Path, job: Path, kills: int, longe
         for epoch in epochs[1:-1]:  # room on the disk; the oldest whole one and the newest stay
             shutil.rmtree(Store(store).epoch_folder("test", epoch))
     # The next start sweeps what the killed ones left.
-    subprocess.run(command, env=child_environment(), check=True, timeout=120, capture_output=True)
+    run_to_its_end(DaemonConfig(files=(capture,), job=job, store=store))
     assert not writing(store) and verify(store).problems == []
     return inside
 

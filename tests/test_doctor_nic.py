@@ -132,9 +132,10 @@ def test_an_interface_that_does_not_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def live(shared: Path) -> dict[str, Any]:
+def live(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "doctor_live.py"), str(shared / "captures/gloo/nano.pcap")],
+        [sys.executable, str(ROOT / "tests" / "doctor_live.py"), str(shared / "captures/gloo/nano.pcap"),
+         str(tmp_path_factory.mktemp("doctor"))],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True, text=True, timeout=280, cwd=ROOT, check=False,
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Jobs over NCCL's TCP sockets in the lab: real connections, mirrored by the kernel, followed bit for bit."""
+"""Jobs over NCCL's TCP sockets in the lab: real connections, mirrored by the kernel, followed bit for bit.
+
+Those of `make test` are among the jobs of test_end_to_end_roce.py.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,6 @@ import pytest
 from end_to_end import train
 
 # cases, algorithm, protocol, release, ranks, channels, NCCL_SOCKET_NTHREADS
-SELECTION = (
-    (("sgd", "gpt"), "ring", "simple", "2.26.2", 2, 2, 0),
-    (("adam", "mixed"), "tree", "ll", "2.28.9", 3, 1, 2),
-)
 LONGER = [
     (("gpt",), algorithm, protocol, version, ranks, channels, threads)
     for algorithm, protocol in (("ring", "ll"), ("ring", "ll128"), ("tree", "ll"), ("tree", "simple"))
@@ -20,7 +19,9 @@ LONGER = [
 ]
 
 
-def follow(tmp_path: Path, job: tuple[Any, ...]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("job", LONGER, ids=lambda job: "-".join(map(str, job[1:])))
+def test_a_job_over_sockets_is_followed_bit_for_bit(job: tuple[Any, ...], tmp_path: Path) -> None:
     cases, algorithm, protocol, version, ranks, channels, threads = job
     outcome = train(
         tmp_path, cases, transport="socket", ranks=ranks, channels=channels, nccl_version=version,
@@ -29,14 +30,3 @@ def follow(tmp_path: Path, job: tuple[Any, ...]) -> None:
     outcome.check(cases)
     for case in cases:
         assert outcome.statuses[case]["exact"], case
-
-
-@pytest.mark.parametrize("job", SELECTION, ids=lambda job: "-".join(map(str, job[1:])))
-def test_a_job_over_sockets_is_followed_bit_for_bit(job: tuple[Any, ...], tmp_path: Path) -> None:
-    follow(tmp_path, job)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", LONGER, ids=lambda job: "-".join(map(str, job[1:])))
-def test_more_shapes_and_releases(job: tuple[Any, ...], tmp_path: Path) -> None:
-    follow(tmp_path, job)

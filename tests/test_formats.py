@@ -398,14 +398,22 @@ def tied_job(seed: int) -> tuple[Tied, torch.optim.Optimizer]:
     return model, torch.optim.AdamW([{"params": plain, "weight_decay": 0.0}, {"params": decay}], lr=0.02)
 
 
+def load_in_turn(rank: int, ports: dict[int, int], folder: str, expected: str) -> None:
+    """One process of every world: world size -> port."""
+    torch.set_num_threads(1)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    for world, port in ports.items():
+        if rank < world:
+            load_sharded(rank, world, port, folder, expected)
+    os._exit(0)  # torch's own threads sometimes abort the interpreter's end
+
+
 def load_sharded(rank: int, world: int, port: int, folder: str, expected: str) -> None:
     from torch.distributed import init_process_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    torch.set_num_threads(1)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo")
     init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     model, _ = tied_job(seed=rank)
     for layer in model.layers:
@@ -433,11 +441,15 @@ def load_sharded(rank: int, world: int, port: int, folder: str, expected: str) -
         assert mine["params"] == theirs["params"] and mine["weight_decay"] == theirs["weight_decay"]
         assert mine["lr"] == theirs["lr"] == 0.02 and tuple(mine["betas"]) == theirs["betas"]
     torch.distributed.destroy_process_group()
-    os._exit(0)  # torch's own threads sometimes abort the interpreter's end
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_fsdp2_on_another_world_size_loads_every_bit(world: int, tmp_path: Path) -> None:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_fsdp2_on_other_world_sizes_loads_every_bit(tmp_path: Path) -> None:
     model, optimizer = tied_job(seed=9)
     for step in range(3):
         optimizer.zero_grad()
@@ -448,8 +460,5 @@ def test_fsdp2_on_another_world_size_loads_every_bit(world: int, tmp_path: Path)
     write_dcp(snapshot, tmp_path / "out")
     truth = {"model": dict(model.state_dict()), "optimizer": copy.deepcopy(to_dcp(snapshot)["optimizer"])}
     torch.save(truth, tmp_path / "truth.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = (world, port, str(tmp_path / "out"), str(tmp_path / "truth.pt"))
-    torch.multiprocessing.spawn(load_sharded, arguments, nprocs=world)
+    ports = {world: free_port() for world in (3, 2)}
+    torch.multiprocessing.spawn(load_in_turn, (ports, str(tmp_path / "out"), str(tmp_path / "truth.pt")), nprocs=3)

@@ -37,10 +37,10 @@ FEW = Limits(flows=1 << 11, reorder=8 << 20)
 
 
 class Cluster(NcclJob):
-    """A job whose all-reduces are `results`, by ordinal; other collectives are None."""
+    """A job whose all-reduces are `results`, by ordinal; other collectives are None. sockets: as in `NcclWire`."""
 
-    def __init__(self, world: int, **nccl: Any) -> None:
-        super().__init__(world, nccl=nccl, rebuilt_at_attach=True)
+    def __init__(self, world: int, sockets: int | None = None, **nccl: Any) -> None:
+        super().__init__(world, nccl=nccl, sockets=sockets, rebuilt_at_attach=True)
         self.results: list[np.ndarray | None] = []
         self.attach()
 
