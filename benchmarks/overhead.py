@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from asker import ASKS, Asker
 from measure import load, machine, options, percentile, spread, table, tail
 
 from flowcheck.errors import FlowcheckError
@@ -36,6 +37,9 @@ MODES = {
     "bare again": (PLAIN, "bare"),
     "hook only": (PLAIN, "hook only"),
     "mirror only": (WATCHED, "bare"),
+    "agent idle": (PLAIN, "agent-idle"),
+    "repair at 1 %": (PLAIN, "repair"),
+    "scrub at 0.1 %": (PLAIN, "scrub"),
     "torch.save": (PLAIN, "torch.save"),
     "async_save": (PLAIN, "async_save"),
 }
@@ -108,7 +112,7 @@ def proven(site: Site, blocks: list[dict[str, Any]]) -> str | None:
 
 def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, int]) -> dict[str, Any]:
     """Train all blocks. Seconds: {"rounds": per round {mode: times}, "cpu": the same of the CPU that all trainers used
-    per iteration, "hook" and "hook_alone": (wall, CPU) per call}."""
+    per iteration, "hook" and "hook_alone": (wall, CPU) per call}; "given": pieces and bytes by the agents, per mode."""
     results: list[dict[str, list[float]]] = []
     cpu: dict[str, list[float]] = {mode: [] for mode in MODES}
     hook: list[Timed] = []
@@ -124,6 +128,8 @@ def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, 
         sink.set(zmq.RCVHWM, 0)
         sink.set(zmq.LINGER, 0)
         sink.bind(f"ipc://{folder / 'sink'}")
+        asker = Asker(f"ipc://{folder / 'asker'}")
+        stack.enter_context(asker.server)
         sites = {name: open_site(stack, folder, name, cores, size) for name in (PLAIN, WATCHED)}
         done = dict.fromkeys(sites, 0)
         # A first, untimed turn: DDP's rebuilt buckets, allocators, files that exist already.
@@ -150,7 +156,8 @@ def run(folder: Path, rounds: int, warm: int, steps: int, size: tuple[int, int, 
         problem = proven(sites[WATCHED], attached)
     if problem is not None:
         raise FlowcheckError(f"the daemon did not keep up, these figures would mean nothing: {problem}")
-    return {"rounds": results, "cpu": cpu, "hook": hook, "hook_alone": alone[HOOK_CALLS // 10 :]}
+    given = {run: asker.given[run] for run, percent in ASKS.items() if percent}
+    return {"rounds": results, "cpu": cpu, "hook": hook, "hook_alone": alone[HOOK_CALLS // 10 :], "given": given}
 
 
 def summary(rounds: list[dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
@@ -175,7 +182,11 @@ def microseconds(calls: list[Timed]) -> str:
 
 
 def report(
-    rounds: list[dict[str, list[float]]], cpu: dict[str, list[float]], hook: list[Timed], hook_alone: list[Timed]
+    rounds: list[dict[str, list[float]]],
+    cpu: dict[str, list[float]],
+    hook: list[Timed],
+    hook_alone: list[Timed],
+    given: dict[str, tuple[int, int]],
 ) -> str:
     modes = summary(rounds)
     rows = [
@@ -193,7 +204,9 @@ def report(
         "CPU: what all trainers' processes used per iteration, median of the rounds\n"
         f"{table(head, rows)}\n\n"
         f"The step marker's hook inside these iterations: median {microseconds(hook)}\n"
-        f"The same hook on an idle core, every 2 ms:       median {microseconds(hook_alone)}"
+        f"The same hook on an idle core, every 2 ms:       median {microseconds(hook_alone)}\n"
+        "Given by the agents, untimed iterations included: "
+        + "; ".join(f"{run} {pieces} pieces, {nbytes / 2**20:.0f} MiB" for run, (pieces, nbytes) in given.items())
     )
 
 

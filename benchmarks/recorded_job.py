@@ -168,6 +168,8 @@ class Replay:
             self._words.popleft()[1](self._tracker)
         for _, event in self.pipeline.poll(self._now, final):
             if isinstance(event, StepReady):
+                if event.blank or event.lost:
+                    raise FlowcheckError(f"step {event.step} was not recorded whole: record the job again")
                 self._take(event)
                 self._tracker.applied(event.step)
             elif isinstance(event, StepLost):

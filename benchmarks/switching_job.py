@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from asker import ASKS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 import flowcheck
 from flowcheck.connection import Connection
 from flowcheck.describe import describe
+from flowcheck.desk import Desk
+from flowcheck.livestate import LiveState
+from flowcheck.markerlink import MarkerLink
 from flowcheck.stephook import StepMarker
+from flowcheck.trainer import Handle
 
 POLL = 0.02
 
@@ -93,7 +98,10 @@ def timed(hook: Callable[..., None], into: list[tuple[float, float]]) -> Callabl
 
 def marker_of(job: Job, connection: Connection) -> StepMarker:
     """The hook that attach would register, sending to the benchmark's own socket."""
-    return StepMarker(connection, "hook", 1, job.done, 0, describe(job.model, job.optimizer), job.optimizer)
+    link = MarkerLink(connection.endpoint)
+    link.follow(connection, "hook", 1)
+    live = describe(job.model, job.optimizer)
+    return StepMarker([link], job.done, 0, live, job.optimizer, Desk(LiveState(live, job.rank)))
 
 
 def hook_alone(job: Job, calls: int, into: list[tuple[float, float]]) -> None:
@@ -117,10 +125,24 @@ def block(job: Job, mode: str, warm: int, steps: int) -> dict[str, Any]:
             hooks = job.optimizer._optimizer_step_post_hooks
             key = list(hooks)[-1]
             hooks[key] = timed(hooks[key], hook)
+        elif mode in ASKS:
+            asker = f"ipc://{job.folder.parent / 'asker'}"
+            handle = flowcheck.attach(job.model, job.optimizer, step=job.done, run=mode, endpoint=asker, strict=True)
+            stack.callback(handle.close)
+            until_it_gives(job, handle, ASKS[mode])
         elif mode == "hook only" and job.rank == 0:
             connection = stack.enter_context(Connection(job.sink))
             stack.callback(job.optimizer.register_step_post_hook(marker_of(job, connection)).remove)
         return train(job, mode, warm, steps, hook)
+
+
+def until_it_gives(job: Job, handle: Handle, percent: float) -> None:
+    """Train until every rank's agent knows the time of a step and has given something, if it is asked to."""
+    giving = torch.zeros(1)
+    while percent and not giving:
+        job.iteration()
+        giving = torch.tensor([float(all(counters["sent"] for counters in handle.repair.values()))])
+        dist.all_reduce(giving, dist.ReduceOp.MIN)
 
 
 def train(job: Job, mode: str, warm: int, steps: int, hook: list[tuple[float, float]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from flowcheck.errors import FlowcheckError
+from flowcheck.loss import LossReport
 from flowcheck.pipeline import Pipeline
 from mirror.block import Block, Source
 from mirror.record import PcapRecorder
@@ -24,8 +25,36 @@ DRAIN_SECONDS = 10.0
 QUIET_SECONDS = 0.3
 EXPIRE_EVERY = 10_000_000
 PROBLEMS_EVERY = 1.0
+FOREVER = 1 << 62
 
 Command = Callable[[], None]
+
+
+class Reached:
+    """Up to when every one of several sources was read, in capture time (ns): `now`.
+
+    What one mirror lost another one may still hold in its ring, so gaps must not age by the clock of the one that was
+    read last: a reader that is late gets some hundred ms of one source in a block before it comes to the next.
+    """
+
+    def __init__(self, sources: Sequence[Source], live: bool) -> None:
+        self._sources = sources
+        self._live = live
+        self._times = [0] * len(sources)
+
+    @property
+    def now(self) -> int:
+        return min(self._times)
+
+    def read(self, number: int, block: Block | None, asked: int) -> None:
+        """Source `number` was asked at `asked` (the clock of its frames) and gave `block`."""
+        if block is not None:
+            if len(block.ts):
+                self._times[number] = max(self._times[number], int(block.ts[-1]))
+        elif self._live:
+            self._times[number] = max(self._times[number], asked - RING_DELAY)
+        elif self._sources[number].finished:
+            self._times[number] = FOREVER
 
 
 class CaptureThread(threading.Thread):
@@ -51,11 +80,14 @@ class CaptureThread(threading.Thread):
         self.failure: BaseException | None = None
         self.over = False  # nothing will be captured any more
         self.now = 0  # capture time: everything up to here was processed, ns
+        self.loss = LossReport(pipeline.losses, live=live)
+        self.loss.update({}, pipeline.counters(), 0)
         self._deliver = deliver
         self._live = live
         self._report = report
         self._recorder = recorder
         self._commands: queue.SimpleQueue[tuple[int | None, Command]] = queue.SimpleQueue()
+        self._reached = Reached(self.sources, live)
         self._timed: list[tuple[int, int, Command]] = []
         self._order = itertools.count()
         self._stopping = threading.Event()
@@ -130,8 +162,10 @@ class CaptureThread(threading.Thread):
     def _round(self, timeout: float) -> bool:
         """Read each source once; whether any had a block."""
         found = False
-        for source in self.sources:
+        for number, source in enumerate(self.sources):
+            asked = time.time_ns()
             block = source.read(0 if found else timeout / len(self.sources))
+            self._reached.read(number, block, asked)
             if block is None:
                 continue
             found = True
@@ -139,7 +173,7 @@ class CaptureThread(threading.Thread):
                 if len(block.ts):
                     self.now = max(self.now, int(block.ts[-1]))
                 self._record(block)
-                self.pipeline.feed(block, self.now)
+                self.pipeline.feed(block, min(self.now, self._reached.now), source.name)
             finally:
                 source.release(block)
             self._poll()
@@ -159,7 +193,7 @@ class CaptureThread(threading.Thread):
         self.now = max(self.now, asked - RING_DELAY)
         if self.now - self._expired > EXPIRE_EVERY:
             self._expired = self.now
-            self.pipeline.expire(self.now)
+            self.pipeline.expire(min(self.now, self._reached.now))
             self._poll()
 
     def _finish(self) -> None:
@@ -209,6 +243,9 @@ class CaptureThread(threading.Thread):
             for line in fresh(self._told[number], problems):
                 self._report(line)
             self._told[number] = problems
+        counted = {source.name: source.counters() for source in self.sources}
+        for line in self.loss.update(counted, self.pipeline.counters(), self.now):
+            self._report(line)
 
 
 def fresh(old: Sequence[str], new: Sequence[str]) -> Sequence[str]:

@@ -15,11 +15,13 @@ from flowcheck.connection import Connection
 from flowcheck.description import JobDescription, TensorSpec, check_scheduler
 from flowcheck.errors import FlowcheckError, Revoked, UsageError
 from flowcheck.protocol import CHUNK, HEADER_KEY, WINDOW
+from flowcheck.remote import is_remote
 from flowcheck.sessions import digest
 from flowcheck.snapshot import Snapshot
 from flowcheck.specs import MAX_TENSORS
-from flowcheck.store import Store
+from flowcheck.storereader import open_store
 from flowcheck.values import Reader, decode_value, text
+from reconstruct.unknown import Unknown
 
 Progress = Callable[[int, int], None]
 """Called with (bytes received, bytes altogether)."""
@@ -39,9 +41,11 @@ def fetch(
     step: int | Literal["latest"] = "latest",
     progress: Progress | None = None,
     *,
+    allow_unknown: bool = False,
     timeout: float = 30.0,
 ) -> Snapshot:
-    """One whole step from the daemon at `endpoint`; every chunk is checked.
+    """One whole step from the daemon at `endpoint`; every chunk is checked. allow_unknown: take the live step even if
+    elements of it are unknown: `Snapshot.unknown`.
 
     run: None where the daemon follows one run only. timeout: seconds without any progress.
     Where training overtakes the reading, the latest step is asked for anew, `TRIES` times altogether.
@@ -52,15 +56,21 @@ def fetch(
         raise UsageError(f"step {step!r}: give 'latest' or a number")
     for _ in range(TRIES - 1 if step == "latest" else 0):
         with contextlib.suppress(Revoked):
-            return _fetch(endpoint, run, step, progress, timeout)
-    return _fetch(endpoint, run, step, progress, timeout)
+            return _fetch(endpoint, run, step, progress, allow_unknown, timeout)
+    return _fetch(endpoint, run, step, progress, allow_unknown, timeout)
 
 
 def _fetch(
-    endpoint: str, run: str | None, step: int | Literal["latest"], progress: Progress | None, timeout: float
+    endpoint: str,
+    run: str | None,
+    step: int | Literal["latest"],
+    progress: Progress | None,
+    allow_unknown: bool,
+    timeout: float,
 ) -> Snapshot:
     with Connection(endpoint) as connection:
-        opened = connection.request("fetch-begin", "fetch-open", timeout, run=run, step=step)
+        asked = {"run": run, "step": step, "allow_unknown": allow_unknown}
+        opened = connection.request("fetch-begin", "fetch-open", timeout, **asked)
         session = opened["session"]
         try:
             header = np.empty(opened["bytes"], np.uint8)
@@ -81,16 +91,18 @@ def snapshot(
     step: int | Literal["latest"] = "latest",
     *,
     progress: Progress | None = None,
+    allow_unknown: bool = False,
 ) -> Snapshot:
-    """One whole step from a daemon's endpoint (tcp://HOST:PORT, ipc://PATH) or a store folder.
+    """One whole step from a daemon's endpoint (tcp://HOST:PORT, ipc://PATH), a store folder or its fsspec URL.
 
-    Raises as `fetch` does, and VerificationFailed for a damaged store.
+    allow_unknown: see `fetch`; what a store holds is known. Raises as `fetch` does, and VerificationFailed for a
+    damaged store.
     """
-    if "://" in source:
-        return fetch(source, run, step, progress)
+    if "://" in source and not is_remote(source):
+        return fetch(source, run, step, progress, allow_unknown=allow_unknown)
     notes: list[str] = []
-    with Store(source) as store:
-        state = store.load(run, step, progress=progress, skipped=lambda line: notes.append(f"passed over: {line}"))
+    store = open_store(source)
+    state = store.load(run, step, progress=progress, skipped=lambda line: notes.append(f"passed over: {line}"))
     state.notes += notes
     return state
 
@@ -98,7 +110,7 @@ def snapshot(
 def load(source: str, step: int | Literal["latest"] = "latest", run: str | None = None) -> dict[str, Any]:
     """The state of a step as `flowcheck restore --format torch` writes it, as live torch tensors.
 
-    source: an endpoint (tcp://HOST:PORT, ipc://PATH) or a store folder.
+    source: an endpoint (tcp://HOST:PORT, ipc://PATH), a store folder, or the URL of one (s3://, file://, ...).
     Returns {"model", "optimizer", "step", "epoch", "run", "not_covered"}. Raises as `snapshot` does.
     """
     from flowcheck.formats import to_torch
@@ -106,7 +118,7 @@ def load(source: str, step: int | Literal["latest"] = "latest", run: str | None 
     state = snapshot(str(source), run, step)
     for note in state.notes:
         warnings.warn(f"flowcheck: {note}", RuntimeWarning, stacklevel=2)
-    return to_torch(state)
+    return to_torch(state, copy=False)  # nobody else holds its arrays
 
 
 @dataclass(slots=True)
@@ -172,9 +184,14 @@ def _snapshot(header: bytes) -> Snapshot:
         groups=reader.sequence("groups", 1 << 14, decode_value),
         scheduler=check_scheduler(reader.value("scheduler"), "scheduler"),
         notes=reader.sequence("notes", 64, text),
+        unknown=Unknown.from_json(reader.raw("unknown"), "snapshot.unknown"),
     )
-    for key, spec in reader.sequence("tensors", 4 * MAX_TENSORS, _table_entry):
-        snapshot.tensors[key] = (spec, np.empty(spec.nbytes, np.uint8))
+    table = reader.sequence("tensors", 4 * MAX_TENSORS, _table_entry)
+    try:
+        snapshot.tensors.update((key, (spec, np.empty(spec.nbytes, np.uint8))) for key, spec in table)
+    except MemoryError:
+        nbytes = sum(spec.nbytes for _, spec in table)
+        raise FlowcheckError(f"the step takes {nbytes >> 20} MiB, more memory than this machine gives") from None
     reader.done()
     return snapshot
 

@@ -33,6 +33,8 @@ class DaemonConfig:
     job: Path | None = None
     listen: tuple[str, ...] = ()
     store: Path | None = None
+    store_gib: float | None = None
+    store_remote: str | None = None
     journal: Path | None = None
     record: Path | None = None
     every_steps: int | None = None
@@ -45,12 +47,24 @@ class DaemonConfig:
     vantage: tuple[str, ...] = ()
     vxlan_port: tuple[int, ...] = (4789,)
     nccl_version: str | None = None
+    fault: tuple[str, ...] = ()
+    repair_percent: float = 1.0
+    repair_mib: int = 64
+    scrub: float = 0.1
+    compare_every: int | None = None
     threads: int | None = None
+    keys: Path | None = None
     insecure: bool = False
+    user: str | None = None
 
     def __post_init__(self) -> None:
+        if self.keys is not None and self.insecure:
+            raise UsageError("--insecure lets everyone in, --keys only those who have one: leave out one of them")
         if bool(self.interfaces) == bool(self.files):
             raise UsageError("give either -i IFACE to capture or -r FILE to read a recording")
+        for option, value in (("--store-gib", self.store_gib), ("--store-remote", self.store_remote)):
+            if value is not None and self.store is None:
+                raise UsageError(f"{option} needs --store DIR: snapshots are written there first")
         if self.observe and self.job is not None:
             raise UsageError("--observe follows no job: leave out --job")
         if self.files and not self.observe and self.job is None:

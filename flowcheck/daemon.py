@@ -10,19 +10,19 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import statistics
 import sys
 import threading
-import time
-from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from flowcheck import jobfile, trainer_log
+from flowcheck.access import Access
+from flowcheck.applying import ApplyThread
 from flowcheck.capture import CaptureThread
 from flowcheck.config import DaemonConfig
 from flowcheck.errors import FlowcheckError
@@ -31,12 +31,19 @@ from flowcheck.jobs import Jobs
 from flowcheck.journal import Journal
 from flowcheck.persist import Persister
 from flowcheck.pipeline import Limits, Pipeline
+from flowcheck.privileges import Account, account, acting_as, drop, hand_over, make_folder
+from flowcheck.resync import Budget
 from flowcheck.server import Server
+from flowcheck.service import Service
 from flowcheck.store import Store
+from flowcheck.uploader import Uploader
 from flowcheck.vantages import Vantages
+from mirror import record
 from mirror.afpacket import AfPacketSource
 from mirror.block import Source
 from mirror.capfile import CaptureFileSource
+from mirror.faults import Faults, faults_of
+from mirror.faulty import FaultSource
 from mirror.record import PcapRecorder
 from reconstruct.steps import Notice, StepConfirmed, StepLost, StepReady, TrackerEvent, Waits
 
@@ -50,27 +57,84 @@ def log(text: str) -> None:
 
 def run(config: DaemonConfig) -> int:
     """Run the daemon until SIGTERM, SIGINT or the end of the recording; the exit status."""
-    if config.observe:
-        from flowcheck.observe import observe
+    declared_faults(config)  # before anything that takes long
+    umask = os.umask(0o077)  # whatever it writes is for its user alone
+    try:
+        if config.observe:
+            from flowcheck.observe import observe
 
-        return observe(config)
-    return Daemon(config).run()
+            return observe(config)
+        return Daemon(config).run()
+    finally:
+        os.umask(umask)
 
 
 def declared_vantages(config: DaemonConfig) -> Vantages:
     """The vantage groups that the options declare. Raises UsageError."""
-    return Vantages(config.vantage, config.interfaces or tuple(map(str, config.files)), config.vxlan_port)
+    return Vantages(config.vantage, _names(config), config.vxlan_port)
+
+
+def declared_faults(config: DaemonConfig) -> dict[str, Faults]:
+    """The faults to inject, by interface or file. Raises UsageError."""
+    return faults_of(config.fault, _names(config))
+
+
+def _names(config: DaemonConfig) -> tuple[str, ...]:
+    return config.interfaces or tuple(map(str, config.files))
 
 
 def open_sources(config: DaemonConfig, vantages: Vantages) -> list[Source]:
-    """The capture sources that the options name."""
+    """The capture sources that the options name, with the faults that are to be injected."""
+    names, faults = _names(config), declared_faults(config)
+    # A name of its own for each: the same faults hit other frames there, wherever its folder lies.
+    streams = [(f"{Path(name).name}#{number}", faults.get(name, Faults())) for number, name in enumerate(names)]
+    for name, (_, spec) in zip(names, streams, strict=True):
+        if str(spec):
+            log(f"FAULTS ARE INJECTED into {name}: {spec}")
     if config.files:
-        return [CaptureFileSource(config.files, vantage=[vantages.of_source(str(path)) for path in config.files])]
+        files = CaptureFileSource(config.files, vantage=[vantages.of_source(name) for name in names])
+        if not faults:
+            return [files]
+        return [FaultSource(files, {name: (at, spec) for (name, spec), at in zip(streams, files.starts, strict=True)})]
     blocks = max(2, (config.ring_mib << 10) // config.block_kib)
-    return [
+    rings = [
         AfPacketSource(name, block_size=config.block_kib << 10, blocks=blocks, vantage=vantages.of_source(name))
-        for name in config.interfaces
+        for name in names
     ]
+    if not faults:
+        return list(rings)
+    return [FaultSource(ring, {name: (0, spec)}) for ring, (name, spec) in zip(rings, streams, strict=True)]
+
+
+def account_of(config: DaemonConfig) -> Account | None:
+    """Whom this process is to become. Raises UsageError or NoPermission."""
+    return None if config.user is None else account(config.user)
+
+
+def open_recorder(config: DaemonConfig, who: Account | None) -> PcapRecorder | None:
+    """The recording that the options ask for."""
+    if config.record is None:
+        return None
+    record.warm_up()  # as root, who alone may write to root's folder of compiled kernels
+    with acting_as(who):
+        return PcapRecorder(config.record)
+
+
+def open_journal(config: DaemonConfig, who: Account | None) -> Journal | None:
+    """The journal that the options ask for."""
+    with acting_as(who):
+        return None if config.journal is None else Journal(config.journal)
+
+
+def open_server(config: DaemonConfig, service: Service, addresses: Sequence[str], who: Account | None) -> Server:
+    """The control server, bound, its unix sockets in the hands of whom this process becomes."""
+    with acting_as(who):
+        access = None if config.keys is None else Access(config.keys)
+    server = Server(service, addresses, access=access, insecure=config.insecure)
+    for endpoint in server.endpoints:
+        if endpoint.startswith("ipc://"):
+            hand_over(Path(endpoint.removeprefix("ipc://")), who)
+    return server
 
 
 def available_memory() -> int:
@@ -93,6 +157,7 @@ class Daemon:
 
     def __init__(self, config: DaemonConfig) -> None:
         self.config = config
+        self._account = account_of(config)
         # Half of the cores: a tile is too small for threads that must first be given a core.
         torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // 2))
         _warm_up_optimizer()
@@ -102,37 +167,49 @@ class Daemon:
         pipeline = Pipeline(limits, Waits(), vantages, config.nccl_version)
         pipeline.warm_up()
         sources = open_sources(config, vantages)
-        recorder = None if config.record is None else PcapRecorder(config.record)
-        self._ready: queue.SimpleQueue[tuple[Job, StepReady | None] | None] = queue.SimpleQueue()
+        recorder = open_recorder(config, self._account)
         self._capture = CaptureThread(
             pipeline, sources, self._deliver, live=self._live, report=log, recorder=recorder
         )
         self._recorder = recorder
         self._sources = sources
-        self._journal = None if config.journal is None else Journal(config.journal)
-        self._journal_missing = 0
-        self._store = None if config.store is None else Store(config.store)
+        self._journal = open_journal(config, self._account)
+        if config.store is not None:
+            make_folder(config.store, self._account)
+        limit = None if config.store_gib is None else int(config.store_gib * (1 << 30))
+        self._store = None if config.store is None else Store(config.store, limit=limit, report=log)
         self._persister: Persister | None = None
         if self._store is not None:
+            uploader = None
+            if config.store_remote is not None:
+                uploader = Uploader(self._store, config.store_remote, keep=config.keep, report=log)
             self._persister = Persister(
                 self._store,
                 keep=config.keep,
                 every_steps=config.every_steps,
                 every_seconds=config.every_seconds,
                 report=log,
+                uploader=uploader,
             )
-        self._lags: deque[float] = deque(maxlen=1024)
+        self._apply = ApplyThread(
+            self._capture,
+            lambda: list(self._jobs.jobs.values()),
+            self._persister,
+            self._journal,
+            live=self._live,
+            report=log,
+        )
         self._jobs = Jobs(
             self._capture,
             sources,
             self._store,
             self._persister,
             log,
-            lambda job: self._ready.put((job, None)),
+            self._apply,
+            Budget(config.repair_percent, config.repair_mib << 20, config.scrub, config.compare_every),
             memory_limit=available_memory(),
             gradient_limit=limits.landings,
         )
-        self._apply_thread = threading.Thread(target=self._apply_steps, name="apply", daemon=True)
         self._stop = threading.Event()
 
     def run(self) -> int:
@@ -141,10 +218,13 @@ class Daemon:
         endpoints = list(self.config.listen)
         if not endpoints and not self.config.files:
             endpoints = [LOOPBACK_ANY]
-        server = Server(self._jobs, endpoints, insecure=self.config.insecure) if endpoints else None
+        server = open_server(self.config, self._jobs, endpoints, self._account) if endpoints else None
+        if server is not None:
+            self._jobs.tell = server.tell
+        drop(self._account)  # nothing from here on needs root
         if self._persister is not None:
             self._persister.start()
-        self._apply_thread.start()
+        self._apply.start()
         if self.config.job is not None:
             self._replay(self.config.job)
         self._capture.start()
@@ -203,17 +283,17 @@ class Daemon:
         """Drain the ring, apply what is whole, write the newest steps; the jobs whose newest step is not on disk."""
         self._capture.stop()
         self._capture.join()
-        self._ready.put(None)
-        self._apply_thread.join()
-        unstored = []
+        self._apply.finish()
+        unstored: list[str] = []
         jobs = list(self._jobs.jobs.values())
         if self._persister is not None:
+            newest = [(job, step) for job in jobs if (step := job.shadow.known_step) is not None]
+            for job, step in newest:
+                if not job.in_doubt(step) and job.persisted != step:
+                    self._persister.request(job)
             self._persister.finish()
-            for job in jobs:
-                if not job.in_doubt(job.step) and job.persisted != job.step:
-                    with job.shadow.pin() as pin:
-                        if not self._persister.write(job, pin):
-                            unstored.append(job.key)
+            unstored = [job.key for job, step in newest if not job.in_doubt(step) and job.persisted != step]
+            self._persister.finish_upload()
         self._jobs.close()
         if self._recorder is not None:
             try:
@@ -223,10 +303,12 @@ class Daemon:
         if self._journal is not None:
             self._journal.close()
         for job in jobs:
-            frozen = job.status()["frozen"]
-            log(f"{job.key}: holds step {job.step}" + (f"; {frozen}" if frozen else ""))
-        if self._lags:
-            log(f"median lag {statistics.median(self._lags):.1f} ms over the last {len(self._lags)} steps")
+            status = job.status()
+            unknown = status["unknown"]["elements"]
+            more = [f"{unknown} elements of it are unknown"] if unknown else []
+            log("; ".join([f"{job.key}: holds step {job.step}", *more, *filter(None, [status["frozen"]])]))
+        if self._apply.lags:
+            log(f"median lag {statistics.median(self._apply.lags):.1f} ms over the last {len(self._apply.lags)} steps")
         return unstored
 
     # events of the capture thread
@@ -236,7 +318,7 @@ class Daemon:
         if job is None:
             return
         if isinstance(event, StepReady):
-            self._ready.put((job, event))
+            self._apply.step(job, event)
         elif isinstance(event, StepConfirmed):
             job.unconfirmed.discard(event.step)
         elif isinstance(event, StepLost):
@@ -251,66 +333,3 @@ class Daemon:
         job.distrust(step, reason)
         if self._persister is not None:
             self._persister.withdraw(job, step)
-
-    # the apply thread
-
-    def _apply_steps(self) -> None:
-        while (item := self._ready.get()) is not None:
-            job, ready = item
-            if ready is None:
-                if self._persister is not None and not job.in_doubt(job.step):
-                    self._persister.request(job)
-                continue
-            try:
-                self._apply(job, ready)
-            except Exception as error:
-                job.halted = True
-                reason = f"step {ready.step} could not be applied: {error}"
-                if not job.shadow.ready:  # torn half way; otherwise the step before it is whole
-                    job.distrust(job.step, reason)
-                job.frozen = reason
-                log(f"{job.key}: frozen at {job.step}: {reason}")
-            ready.gradients.clear()  # nothing refers to them any more: their memory can be taken again
-            if job.tracker is not None:
-                self._capture.call(partial(job.tracker.applied, ready.step))
-
-    def _apply(self, job: Job, ready: StepReady) -> None:
-        if job.halted or job.suspect is not None:
-            return
-        job.note_applied(ready.step, ready.confirmed)
-        job.pace.step(ready.time)
-        job.shadow.apply_wait = job.pace.wait
-        job.shadow.apply(ready.step, ready.gradients, [dict(group) for group in ready.groups])
-        if self._live:
-            job.lag_ms = (time.time_ns() - ready.time) / 1e6
-            self._lags.append(job.lag_ms)
-        contradiction = job.contradiction(ready.canaries)
-        if contradiction is not None:
-            job.halted = True
-            job.distrust(ready.step, contradiction)
-            job.frozen = contradiction
-            if self._persister is not None:
-                self._persister.doubt(job, contradiction)
-            log(f"{job.key}: {contradiction}")
-        job.checked = ready.step
-        if job.suspect is not None:
-            return
-        if self._journal is not None:
-            self._write_line(job, ready, self._journal)
-        if self._persister is not None:
-            self._persister.consider(job)
-
-    def _write_line(self, job: Job, ready: StepReady, journal: Journal) -> None:
-        written = journal.write(
-            run=job.run,
-            epoch=job.epoch,
-            step=ready.step,
-            confirmed=ready.confirmed,
-            lag_ms=job.lag_ms,
-            bytes=ready.nbytes,
-            holes=0 if job.tracker is None else job.tracker.hole_bytes,
-            digest=job.shadow.digest(),
-        )
-        if not written and self._journal_missing == 0 and journal.problem is not None:
-            log(journal.problem)
-        self._journal_missing = journal.missing if not written else 0

@@ -187,25 +187,35 @@ def _optimizer(
     tensors: dict[str, torch.Tensor],
 ) -> OptimizerSpec:
     names = {id(parameter): name for name, parameter in parameters.items()}
-    state: dict[str, dict[str, TensorSpec]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if value is None:  # SGD without momentum
-                    continue
-                label = f"optimizer state {key} of {name}"
-                check_tensor(label, value, True)
-                spec = _spec(value)
-                if not spec.dense:
-                    raise Refused(f"{label} has gaps or overlaps in memory (strides {spec.stride})")
-                state.setdefault(name, {})[key] = spec
-                tensors[f"optimizer/{name}/{key}"] = value
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = state_specs({names[id(p)]: optimizer.state.get(p, {}) for p in owned}, tensors)
     groups = [
         GroupSpec(tuple(names[id(p)] for p in group["params"]), group_fields(group, f"param group {i}"))
         for i, group in enumerate(optimizer.param_groups)
     ]
     return OptimizerSpec(type(optimizer).__name__, groups, state)
+
+
+def state_specs(
+    state: dict[str, dict[str, Any]], tensors: dict[str, torch.Tensor]
+) -> dict[str, dict[str, TensorSpec]]:
+    """The specs of state tensors, by parameter's name and state key; adds the tensors to `tensors`.
+
+    Refused for one that has no plain dense memory.
+    """
+    specs: dict[str, dict[str, TensorSpec]] = {}
+    for name, entry in state.items():
+        for key, value in entry.items():
+            if value is None:  # SGD without momentum
+                continue
+            label = f"optimizer state {key} of {name}"
+            check_tensor(label, value, True)
+            spec = _spec(value)
+            if not spec.dense:
+                raise Refused(f"{label} has gaps or overlaps in memory (strides {spec.stride})")
+            specs.setdefault(name, {})[key] = spec
+            tensors[f"optimizer/{name}/{key}"] = value
+    return specs
 
 
 def group_fields(group: dict[str, Any], label: str) -> dict[str, Any]:

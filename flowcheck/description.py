@@ -27,6 +27,7 @@ from flowcheck.specs import (
     OptimizerSpec,
     ParameterSpec,
     TensorSpec,
+    check_scheduler,
     read_name,
     read_size,
 )
@@ -207,15 +208,6 @@ class GroupRecord:
         )
         reader.done()
         return result
-
-
-def check_scheduler(value: Any, path: str) -> dict[str, Any] | None:
-    """`value` if it is {"class", "state"} or None, as `reconstruct.lr.scheduler_state` makes it."""
-    if value is None:
-        return None
-    if not isinstance(value, dict) or set(value) != {"class", "state"}:
-        raise DescriptionError(f"{path}: expected null or an object of class and state")
-    return value
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Where the control server listens: tcp://HOST:PORT and ipc://PATH, checked before ZeroMQ sees them.
 
-Anyone who reaches an endpoint can read the model and replace a run, so an address beyond loopback has to be
-asked for (`--insecure`) until keys exist, and an ipc socket is for its owner alone.
+Anyone who reaches an endpoint without keys can read the model and replace a run, so an address beyond loopback needs
+keys (`--keys`) or an explicit `--insecure`, and an ipc socket is for its owner alone.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import errno
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
-from flowcheck.errors import BadConfig, FlowcheckError, NoPermission, UsageError
+from flowcheck.errors import FlowcheckError, NoPermission, UsageError
+from flowcheck.keys import Pair
 
+ZAP_DOMAIN = "flowcheck"
 MAX_IPC_PATH = 107  # sun_path of unix(7), without the final zero byte
 
 
-def check(endpoint: str, insecure: bool) -> None:
-    """UsageError if `endpoint` cannot be listened on as given."""
+def check(endpoint: str, open_to_all: bool) -> None:
+    """UsageError if `endpoint` cannot be listened on as given. open_to_all: addresses beyond loopback may be, too."""
     scheme, separator, rest = endpoint.partition("://")
     if not separator or scheme not in ("tcp", "ipc") or not rest:
         raise UsageError(f"endpoint {endpoint!r}: use tcp://HOST:PORT or ipc://PATH")
@@ -31,27 +34,32 @@ def check(endpoint: str, insecure: bool) -> None:
     host, _, port = rest.rpartition(":")
     if not host or not (port.isdecimal() and int(port) < 65536):
         raise UsageError(f"endpoint {endpoint!r}: use tcp://HOST:PORT with a port from 0 to 65535")
-    if not insecure and not _loopback(host):
+    if not open_to_all and not _loopback(host):
         raise UsageError(
-            f"endpoint {endpoint!r} is open to other machines without keys: listen on 127.0.0.1 or ipc://, "
-            "or give --insecure where everyone on the network may read and replace the model"
+            f"endpoint {endpoint!r} is open to other machines: give --keys DIR (flowcheck keygen DIR makes them), "
+            "listen on 127.0.0.1 or ipc://, or give --insecure where everyone may read and replace the model"
         )
 
 
-def check_keys(keys: str | None) -> None:
-    """BadConfig if key files are asked for: better no start than one without the asked protection."""
-    keys = keys or os.environ.get("FLOWCHECK_KEYS")
-    if keys:
-        raise BadConfig(
-            f"key files ({keys}) are not supported yet: unset FLOWCHECK_KEYS and listen on loopback or ipc"
-        )
+def bind_all(router: zmq.Socket, endpoints: Sequence[str], pair: Pair | None) -> list[str]:
+    """Bind checked endpoints and return them with their real ports; with a key pair, tcp is for those who have keys.
+
+    Raises FlowcheckError or NoPermission.
+    """
+    bound = {endpoint: _bind(router, endpoint) for endpoint in endpoints if endpoint.startswith("ipc://")}
+    if pair is not None:  # from here on: sockets bound earlier stay as they are
+        router.set(zmq.CURVE_SECRETKEY, pair.secret)
+        router.set(zmq.CURVE_SERVER, 1)
+        router.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is let in while nobody answers for them
+    return [bound[endpoint] if endpoint in bound else _bind(router, endpoint) for endpoint in endpoints]
 
 
-def bind(router: zmq.Socket, endpoint: str) -> str:
-    """Bind a checked endpoint and return it with its real port. FlowcheckError if the address is taken."""
+def _bind(router: zmq.Socket, endpoint: str) -> str:
     if endpoint.startswith("ipc://"):
         _refuse_live(Path(endpoint[6:]))
     router.set(zmq.IPV6, int("[" in endpoint))  # else 127.0.0.1 comes back as ::ffff:127.0.0.1
+    umask = os.umask(0o177)  # an ipc socket is made for its owner alone, not changed to that later
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
@@ -60,8 +68,8 @@ def bind(router: zmq.Socket, endpoint: str) -> str:
         if error.errno == errno.EADDRINUSE:
             raise FlowcheckError(f"cannot listen on {endpoint}: already in use, choose another") from None
         raise FlowcheckError(f"cannot listen on {endpoint}: {os.strerror(error.errno or 0)}") from None
-    if endpoint.startswith("ipc://"):
-        os.chmod(endpoint[6:], 0o600)
+    finally:
+        os.umask(umask)
     return bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # type: ignore[arg-type]
 
 

@@ -29,7 +29,7 @@ from flowcheck.errors import FlowcheckError, UsageError
 from flowcheck.manifest import FileRecord, OutputManifest, output_manifest_path
 from flowcheck.snapshot import Snapshot
 from flowcheck.stepfolder import check_whole
-from flowcheck.tensorfile import CHUNK, DamagedFile, checksum_of, map_file
+from flowcheck.tensorfile import CHUNK, DamagedFile, RawFile
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,8 @@ def to_torch(snapshot: Snapshot, *, copy: bool = True) -> dict[str, Any]:
     tensors (sharing storage) included, every tensor with the trainer's strides. `optimizer`: what the
     trainer's `optimizer.state_dict()` was, integers in the order of the groups; parameters without state are
     absent. `scheduler`: the learning-rate scheduler's state_dict as it stands after the step, None where it was
-    not given to `attach` or cannot be known. Then `step`, `epoch`, `run`, `confirmed`, `exact`, `not_covered`.
+    not given to `attach` or cannot be known. Then `step`, `epoch`, `run`, `confirmed`, `exact`, `not_covered`, and
+    `unknown`: tensor key -> [[first element, end, unknown since step], ...], in memory order, {} of a whole step.
 
     With `copy=False` tensors share memory with the snapshot's arrays where these are writable.
     """
@@ -69,6 +70,7 @@ def to_torch(snapshot: Snapshot, *, copy: bool = True) -> dict[str, Any]:
         "confirmed": snapshot.confirmed,
         "exact": snapshot.exact,
         "not_covered": list(snapshot.not_covered),
+        "unknown": snapshot.unknown.to_json(),
     }
 
 
@@ -141,8 +143,8 @@ def write_dcp(snapshot: Snapshot, path: Path, progress: Progress | None = None) 
             _save_dcp(content, aside, Meter(_nbytes(content), progress))
             manifest = _output(snapshot, "dcp")
             for file in sorted(aside.iterdir()):
-                data = map_file(file)
-                manifest.files[file.name] = FileRecord(data.nbytes, checksum_of(data))
+                with RawFile(file) as data:
+                    manifest.files[file.name] = FileRecord(data.size, data.checksum(0, data.size))
             replace_file(output_manifest_path(aside), manifest.encode())
             _exchange(aside, path)
         sync_folder(path.parent)
@@ -245,6 +247,7 @@ def _output(snapshot: Snapshot, kind: str) -> OutputManifest:
         confirmed=snapshot.confirmed,
         exact=snapshot.exact,
         not_covered=list(snapshot.not_covered),
+        unknown=snapshot.unknown,
     )
 
 

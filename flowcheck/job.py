@@ -8,6 +8,8 @@ from typing import Any
 
 from flowcheck.description import JobDescription
 from flowcheck.pace import Pace
+from flowcheck.report import places
+from flowcheck.resync import Resync
 from flowcheck.snapshot import Snapshot
 from reconstruct.lr import Predictor
 from reconstruct.markers import Canary
@@ -32,17 +34,22 @@ class Job:
     schedule: Predictor  # for snapshots, under `scheduler_lock`
     exact: bool
     reasons: list[str]
+    resync: Resync
     tracker: StepTracker | None = None
     unconfirmed: set[int] = field(default_factory=set)  # steps applied without their marker, of the newest ones
     frozen: str | None = None  # why no further step will be applied
     halted: bool = False  # a step could not be applied: none after it can
     ended: bool = False  # the trainers attached again
+    kept: bool = False  # the first step that was fully known was given to the store
     suspect: str | None = None  # why steps from `suspect_from` on must not be handed out
     suspect_from: int = 0
     checked: int = 0  # newest step whose values were compared with the trainer's
     job_step: int = 0  # newest step that the trainer is known to have done
     lag_ms: float | None = None
-    persisted: int | None = None
+    persisted: int | None = None  # newest step on the disk
+    persisted_at: float | None = None  # when it was written, seconds since 1970
+    unstored: float | None = None  # when a write failed that was to be newer, and why; None if none did
+    unstored_reason: str | None = None
     pace: Pace = field(default_factory=Pace)
     scheduler_lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -53,6 +60,11 @@ class Job:
     @property
     def step(self) -> int:
         return self.shadow.step
+
+    @property
+    def over(self) -> bool:
+        """Whether the state will not go on, so that nothing can be repaired."""
+        return self.halted or self.ended or self.frozen is not None or self.suspect is not None
 
     def distrust(self, step: int, reason: str) -> None:
         """Steps from `step` on are wrong, or may be."""
@@ -87,6 +99,7 @@ class Job:
             groups,
             pin.tensors,
             scheduler,
+            unknown=pin.unknown,
         )
 
     def _after(self, pin: Pin) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
@@ -117,7 +130,7 @@ class Job:
             if canary.element >= parameter.spec.numel:
                 continue
             held = self.shadow.element(f"model/{parameter.name}", canary.element)
-            if held != canary.value:
+            if held is not None and held != canary.value:
                 return (
                     f"element {canary.element} of {parameter.name} is {canary.value.hex()} in the trainer and "
                     f"{held.hex()} here after step {self.step}: parameters changed outside the optimizer; attach again"
@@ -129,6 +142,7 @@ class Job:
         tracker = self.tracker
         reason = self.suspect or self.frozen
         ahead = self.job_step
+        unknown = self.shadow.unknown
         return {
             "run": self.run,
             "epoch": self.epoch,
@@ -141,9 +155,18 @@ class Job:
             "job_step": max(ahead, self.step),
             "frozen": None if reason is None else _frozen(self.step, ahead, reason),
             "holes": tracker.hole_bytes if tracker is not None else 0,
+            "loss": tracker.shortfall.status() if tracker is not None else {"bytes": {}, "newest": []},
+            "known_step": self.shadow.known_step,
+            "unknown": {"elements": unknown.elements, "since": unknown.oldest, "where": places(unknown)},
+            "agents": len(self.resync.agents),
+            "repair": self.resync.status(),
+            "compared": self.resync.compared,
             "memory_bytes": self.shadow.memory_bytes,
             "copies": self.shadow.copies,
             "persisted": self.persisted,
+            "persisted_at": self.persisted_at,
+            "unstored_since": self.unstored,
+            "unstored_reason": self.unstored_reason,
             "world_size": self.description.world_size,
         }
 

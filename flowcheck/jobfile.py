@@ -8,6 +8,7 @@ per step marker in the order of arrival.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -25,13 +26,11 @@ from flowcheck.snapshot import Snapshot
 from flowcheck.tensorfile import (
     CHUNK,
     DamagedFile,
-    Header,
     Named,
-    checksum_of,
+    Place,
+    TensorFile,
     encode_header,
-    map_file,
     ordered,
-    read_header,
 )
 
 JOB_FILE = "job.safetensors"
@@ -89,74 +88,123 @@ def write(
         raise
 
 
-def read(path: Path, *, verify: bool = True) -> tuple[JobDescription, dict[str, tuple[TensorSpec, np.ndarray]]]:
-    """Description and tensors of a job file; the arrays are views of the mapped file, in memory order.
+class OpenJob:
+    """A job file that is open: its description, and its tensors as a stored state, the one at attach.
+
+    BadConfig names the file and the field that does not fit.
+    """
+
+    def __init__(self, path: Place) -> None:
+        try:
+            self._file = TensorFile(path)
+        except DamagedFile as error:
+            raise BadConfig(str(error)) from None
+        try:
+            self.description, self._checksums = _description(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+        self.specs = dict(self.description.tensors())
+
+    def load(self, key: str, *, verify: bool = True) -> np.ndarray:
+        """uint8[nbytes] of one tensor in memory order. DamagedFile if it differs from its checksum."""
+        entry = self._file.header.entries[key]
+        data, checksum = self._file.load(entry.start, entry.stop)
+        if verify and checksum != self._checksums[key]:
+            raise self._differs(key)
+        return data
+
+    def check(self, key: str, meter: Meter | None = None) -> None:
+        """DamagedFile if one tensor differs from its checksum; nothing of it is kept."""
+        entry = self._file.header.entries[key]
+        if self._file.checksum(entry.start, entry.stop, meter) != self._checksums[key]:
+            raise self._differs(key)
+
+    def read(self, key: str, offset: int, length: int) -> bytes:
+        """`length` bytes of a tensor at `offset` in memory order."""
+        return self._file.read(self._file.header.entries[key].start + offset, length)
+
+    def _differs(self, key: str) -> DamagedFile:
+        return DamagedFile(f"{self._file.path}: tensor {key} differs from its checksum; take another copy")
+
+    def snapshot(self, epoch: int, tensors: Mapping[str, np.ndarray]) -> Snapshot:
+        """The state that the trainer had at attach, as a snapshot of the step it attached at, with these bytes."""
+        description = self.description
+        return Snapshot(
+            description=description,
+            run=description.run,
+            epoch=epoch,
+            step=description.step,
+            confirmed=True,
+            exact=True,
+            groups=[dict(group.fields) for group in description.optimizer.groups],
+            scheduler=description.scheduler,
+            tensors={key: (self.specs[key], data) for key, data in tensors.items()},
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> OpenJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: Place, *, verify: bool = True) -> tuple[JobDescription, dict[str, tuple[TensorSpec, np.ndarray]]]:
+    """Description and tensors of a job file, in memory and in memory order.
 
     BadConfig names the file and the field or tensor that does not fit; with `verify`, every tensor's
-    checksum is compared first.
+    checksum is compared.
     """
-    description, header, checksums = _open(path)
-    try:
-        mapped = map_file(path)
-    except DamagedFile as error:
-        raise BadConfig(str(error)) from None
-    tensors = {}
-    for key, spec in description.tensors():
-        entry = header.entries[key]
-        data = np.asarray(mapped[entry.start : entry.stop])
-        if verify and checksum_of(data) != checksums[key]:
-            raise BadConfig(f"{path}: tensor {key} is damaged, its checksum does not fit; take another copy")
-        tensors[key] = (spec, data)
-    return description, tensors
+    with OpenJob(path) as job:
+        try:
+            tensors = {key: (spec, job.load(key, verify=verify)) for key, spec in job.specs.items()}
+        except DamagedFile as error:
+            raise BadConfig(str(error)) from None
+    return job.description, tensors
 
 
-def describe(path: Path) -> JobDescription:
+def describe(path: Place) -> JobDescription:
     """The description in a job file whose size and header fit; the tensors' bytes are not read."""
-    return _open(path)[0]
+    with OpenJob(path) as job:
+        return job.description
 
 
-def snapshot(path: Path, epoch: int, *, verify: bool = True) -> Snapshot:
-    """The state that the trainer had at attach, as a snapshot of the step it attached at.
-
-    VerificationFailed instead of BadConfig, because here the file is a stored state like any other.
-    """
+def open_state(path: Place) -> OpenJob:
+    """The job file as a stored state. VerificationFailed instead of BadConfig: it is a stored state like any other."""
     try:
-        description, tensors = read(path, verify=verify)
+        return OpenJob(path)
     except BadConfig as error:
         raise VerificationFailed(str(error)) from None
-    return Snapshot(
-        description=description,
-        run=description.run,
-        epoch=epoch,
-        step=description.step,
-        confirmed=True,
-        exact=True,
-        groups=[dict(group.fields) for group in description.optimizer.groups],
-        scheduler=description.scheduler,
-        tensors=tensors,
-    )
 
 
-def damage(path: Path, meter: Meter | None = None) -> list[str]:
+def snapshot(path: Place, epoch: int, *, verify: bool = True) -> Snapshot:
+    """The state that the trainer had at attach, in memory. VerificationFailed names what is damaged."""
+    with open_state(path) as job:
+        return job.snapshot(epoch, {key: job.load(key, verify=verify) for key in job.specs})
+
+
+def damage(path: Place, meter: Meter | None = None) -> list[str]:
     """What is wrong with a job file, one line each; every byte of it is read."""
     try:
-        description, header, checksums = _open(path)
-        mapped = map_file(path)
-    except (BadConfig, DamagedFile) as error:
+        job = OpenJob(path)
+    except BadConfig as error:
         return [str(error)]
     problems = []
-    for key, _ in description.tensors():
-        entry = header.entries[key]
-        if checksum_of(mapped[entry.start : entry.stop], meter) != checksums[key]:
-            problems.append(f"{path}: tensor {key} differs from its checksum")
+    with job:
+        for key in job.specs:
+            try:
+                job.check(key, meter)
+            except DamagedFile as error:
+                problems.append(str(error))
     return problems
 
 
-def _open(path: Path) -> tuple[JobDescription, Header, dict[str, str]]:
-    try:
-        header = read_header(path)
-    except DamagedFile as error:
-        raise BadConfig(str(error)) from None
+def _description(file: TensorFile) -> tuple[JobDescription, dict[str, str]]:
+    """The checked description and the checksums of the tensors. BadConfig as `OpenJob`."""
+    path, header = file.path, file.header
     missing = [name for name in ("flowcheck", "tensors", "xxh3_128") if name not in header.metadata]
     if missing:
         raise BadConfig(f"{path}: not a job file, its metadata has no {missing[0]}")
@@ -165,7 +213,7 @@ def _open(path: Path) -> tuple[JobDescription, Header, dict[str, str]]:
     try:
         description = JobDescription.from_json(header.metadata["flowcheck"])
         checksums = json.loads(header.metadata["tensors"])
-    except (DescriptionError, ValueError) as error:
+    except (DescriptionError, ValueError, RecursionError) as error:
         raise BadConfig(f"{path}: {error}") from None
     specs = dict(description.tensors())
     for key in sorted(specs.keys() ^ header.entries.keys()):
@@ -174,9 +222,9 @@ def _open(path: Path) -> tuple[JobDescription, Header, dict[str, str]]:
         entry = header.entries[key]
         if entry.dtype != "U8" or entry.stop - entry.start != spec.nbytes:
             raise BadConfig(f"{path}: tensor {key} has {entry.stop - entry.start} bytes, not {spec.nbytes}")
-        if key not in checksums:
-            raise BadConfig(f"{path}: tensor {key} has no checksum")
-    return description, header, checksums
+    if not isinstance(checksums, dict) or not checksums.keys() >= specs.keys():
+        raise BadConfig(f"{path}: its tensors have no checksums")
+    return description, checksums
 
 
 def _raw(spec: TensorSpec) -> TensorSpec:
@@ -208,29 +256,53 @@ def _stream(file: BinaryIO, data: np.ndarray, meter: Meter) -> str:
 
 
 class MarkerLog:
-    """Appends markers to `markers.jsonl`, one JSON object a line, each flushed to the kernel at once."""
+    """Appends markers to `markers.jsonl`, one JSON object a line, each handed to the kernel whole and at once.
 
-    def __init__(self, path: Path) -> None:
+    A line that the disk does not take is left out, and what it left goes before the next one, which is tried:
+    `report` is called with a line for a person when lines begin to be missing, and when they come through again.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self.path = path
-        try:
-            make_folder(path.parent)
-            self._file = path.open("ab")
-        except OSError as error:
-            raise write_failure("step markers", path, error) from None
+        self.missing = 0  # lines left out since the last one that was written
+        self._report = report
+        self._file = -1
 
     def append(self, marker: Mapping[str, Any]) -> None:
-        """`marker`: JSON-ready objects. FlowcheckError if it is over MAX_MARKER bytes or the disk fails."""
+        """`marker`: JSON-ready objects. FlowcheckError if it is over MAX_MARKER bytes."""
         line = json.dumps(marker, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         if len(line) > MAX_MARKER:
             raise FlowcheckError(f"{self.path}: a marker of {len(line)} bytes, at most {MAX_MARKER}")
         try:
-            self._file.write(line)
-            self._file.flush()
+            self._write(line)
         except OSError as error:
-            raise write_failure("step markers", self.path, error) from None
+            self.missing += 1
+            if self.missing == 1:
+                self._report(f"{self.path}: markers are missing in it from now on: {error.strerror}")
+            return
+        if self.missing:
+            self._report(f"{self.path}: markers are written again, {self.missing} are missing")
+            self.missing = 0
+
+    def _write(self, line: bytes) -> None:
+        if self._file < 0:
+            # the folder is the epoch's: that it is not there yet is the disk's failure too
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # what was torn must not tear the next line too
+            os.ftruncate(self._file, self._end_of_lines(size))
+        written = os.write(self._file, line)
+        if written != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _end_of_lines(self, size: int) -> int:
+        start = max(0, size - MAX_MARKER)
+        return start + os.pread(self._file, size - start, start).rfind(b"\n") + 1
 
     def close(self) -> None:
-        self._file.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def __enter__(self) -> MarkerLog:
         return self

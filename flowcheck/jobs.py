@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flowcheck import __version__
+from flowcheck.applying import ApplyThread
 from flowcheck.capture import CaptureThread
 from flowcheck.description import JobDescription
 from flowcheck.errors import FlowcheckError, UsageError
@@ -21,8 +22,11 @@ from flowcheck.job import Job
 from flowcheck.jobfile import MarkerLog
 from flowcheck.persist import Persister
 from flowcheck.protocol import check_layout
+from flowcheck.repairing import Repairing
+from flowcheck.resync import Budget, Resync
 from flowcheck.store import Store
 from mirror.block import Source
+from mirror.faulty import injected
 from reconstruct.exactness import exactness
 from reconstruct.lr import Predictor
 from reconstruct.markers import parse_marker
@@ -38,12 +42,11 @@ MAX_STRANGERS = 1024
 _ENDED = "this daemon has ended its capture and follows no job any more: start a new one"
 
 
-class Jobs:
+class Jobs(Repairing):
     """The jobs of one daemon. Implements `flowcheck.service.Service`.
 
-    store, persister: None without `--store`. retired: called with a job that ended, on the capture thread, after its
-    last step was delivered. memory_limit: bytes that the state of all jobs may take; gradient_limit: bytes of
-    gradients in flight.
+    store, persister: None without `--store`. budget: what repair may cost the trainers. memory_limit: bytes that the
+    state of all jobs may take; gradient_limit: bytes of gradients in flight.
     """
 
     def __init__(
@@ -53,19 +56,21 @@ class Jobs:
         store: Store | None,
         persister: Persister | None,
         log: Callable[[str], None],
-        retired: Callable[[Job], None],
+        apply: ApplyThread,
+        budget: Budget,
         *,
         memory_limit: int,
         gradient_limit: int,
     ) -> None:
         self.jobs: dict[str, Job] = {}  # by key, oldest first; one per run
+        super().__init__(self.jobs, apply, lambda: capture.over)
         self.followed: dict[str, Job] = {}  # those in the pipeline; of the capture thread
         self._capture = capture
         self._sources = sources
         self._store = store
         self._persister = persister
         self._log = log
-        self._retired = retired
+        self._budget = budget
         self._memory_limit = memory_limit
         self._gradient_limit = gradient_limit
         self._lock = threading.Lock()
@@ -77,9 +82,10 @@ class Jobs:
 
     # attach
 
-    def begin_attach(self, description: JobDescription) -> Attach:
-        """Allocate the shadow of a job that wants to attach. Raises UsageError when it does not fit in memory or its
-        process group cannot be followed here."""
+    def begin_attach(self, description: JobDescription, late: bool = False) -> Attach:
+        """Allocate the shadow of a job that wants to attach. late: training goes on meanwhile, and the state is fetched
+        afterwards, by repair. Raises UsageError when it does not fit in memory or its process group cannot be followed
+        here."""
         try:
             self._capture.pipeline.check(description)
         except ValueError as error:
@@ -90,7 +96,7 @@ class Jobs:
                 f"two steps of gradients take {gradients >> 20} MiB, the daemon may hold {self._gradient_limit >> 20}: "
                 "start it with a larger --landing-gib"
             )
-        shadow = Shadow(description)
+        shadow = Shadow(description, known=not late)
         with self._lock:
             ended = [key for key, job in self.jobs.items() if job.ended]
             while ended and (len(ended) > MAX_ENDED or self._used() + shadow.planned_bytes > self._memory_limit):
@@ -101,7 +107,7 @@ class Jobs:
                     f"the job's state needs up to {shadow.planned_bytes >> 20} MiB and {left >> 20} MiB are left "
                     "on the checkpoint node: use a larger one"
                 )
-            attach = Attach(self, description, shadow)
+            attach = Attach(self, description, shadow, late)
             self._uploading[attach] = shadow.planned_bytes
         return attach
 
@@ -114,17 +120,21 @@ class Jobs:
         with self._lock:
             self._uploading.pop(attach, None)
 
-    def commit(self, description: JobDescription, shadow: Shadow, replayed: int | None = None) -> dict[str, Any]:
-        """Open an epoch and follow the job from its next collective on. replayed: when a recorded job attached, ns."""
+    def commit(
+        self, description: JobDescription, shadow: Shadow, late: bool, replayed: int | None = None
+    ) -> dict[str, Any]:
+        """Open an epoch and follow the job from its next collective on, or, if it joins late, from the step after
+        that of the description. replayed: when a recorded job attached, ns."""
         replaying = self._capture.ident is None  # the recording's attach lies before its frames
-        attached = replayed if replaying else time.time_ns()
+        attached = replayed if replaying else None if late else time.time_ns()
         exact, reasons = exactness(description)
         with self._lock:
             if self._capture.over:
                 raise FlowcheckError(_ENDED)
             epoch = self._open_epoch(description.run)
             predictors = Predictor(description), Predictor(description)
-            job = Job(description.run, epoch, description, shadow, *predictors, exact, reasons)
+            resync = self._resync(description.run, epoch, shadow)
+            job = Job(description.run, epoch, description, shadow, *predictors, exact, reasons, resync, kept=not late)
             job.job_step = job.checked = description.step
             others = [
                 other
@@ -138,26 +148,42 @@ class Jobs:
                 del self.jobs[other.key]
             self.jobs[job.key] = job
         if self._store is not None and self._persister is not None:
-            with self._logs_lock:
-                self._logs[job.key] = MarkerLog(self._store.markers_file(job.run, epoch))
-            self._write_down(job, {"time": attached, "attached": True})
+            if not late:  # without the initial state nothing can be replayed
+                with self._logs_lock:
+                    self._logs[job.key] = MarkerLog(self._store.markers_file(job.run, epoch), self._log)
+                self._write_down(job, {"time": attached, "attached": True})
             self._persister.begin(job)
         self._log(
-            f"{job.key}: attached at step {description.step}, {len(description.parameters)} parameters, "
+            f"{job.key}: {'joined late' if late else 'attached'} at step {description.step}, "
+            f"{len(description.parameters)} parameters, "
             f"{description.world_size} ranks" + ("" if exact else f"; not bit-exact: {'; '.join(reasons)}")
         )
         return {"run": job.run, "epoch": epoch, "exact": exact, "reasons": list(reasons), "version": __version__}
 
+    def _resync(self, run: str, epoch: int, shadow: Shadow) -> Resync:
+        key = f"{run}/e{epoch}"
+
+        def doubt(reason: str) -> None:
+            if self._persister is not None:
+                self._persister.doubt(self.jobs[key], reason)
+
+        def tell(peer: bytes, kind: str, /, **fields: Any) -> None:
+            self.tell(peer, kind, **fields)
+
+        names = {"run": run, "epoch": epoch}
+        return Resync(names, shadow, self._budget, tell, lambda text: self._log(f"{key}: {text}"), doubt)
+
     def _open_epoch(self, run: str) -> int:
-        if self._store is not None:
-            return self._store.open_epoch(run)
+        if self._persister is not None:
+            return self._persister.open_epoch(run)
         self._epochs[run] = self._epochs.get(run, 0) + 1
         return self._epochs[run]
 
     def _switch(self, job: Job, others: Sequence[Job], attached: int | None, at: int | None) -> None:
         """Let the capture thread follow `job` instead of `others`, once it has processed all that came before.
 
-        The trainers wait in the attach, so nothing of the new epoch can come earlier.
+        The trainers wait in the attach, so nothing of the new epoch can come earlier; those of a job that joins late do
+        not, and what was captured of their steps by then is not known.
         """
         done, given_up, turn = threading.Event(), threading.Event(), threading.Lock()
         failed: list[Exception] = []
@@ -169,7 +195,7 @@ class Jobs:
                 for other in others:
                     self._capture.remove_job(other.key)
                     self.followed.pop(other.key, None)
-                    self._retired(other)
+                    self._apply.retired(other)
                 try:
                     job.description = self._capture.pipeline.completed(job.description)
                     job.tracker = self._capture.pipeline.add_job(job.key, job.description, job.predictor, attached)
@@ -286,33 +312,38 @@ class Jobs:
                     "drops": c.drops,
                     "interface_drops": c.interface_drops,
                     "problems": list(source.problems)[-8:],
+                    "faults": injected(source),
                 }
                 for source, c in zip(self._sources, counters, strict=True)
             ],
             "capture": pipeline,
+            "loss": self._capture.loss.status,
             "tunnels": self._capture.pipeline.tunnels(),
             "failure": None if self._capture.failure is None else str(self._capture.failure),
+            "remote": None if self._persister is None else self._persister.remote_status(),
         }
         jobs = [job.status() for job in held]
         if jobs:
             return {**jobs[-1], **common, "jobs": jobs}
         return {**stored_status(self._store, self._ahead), **common, "jobs": []}
 
-    def open(self, run: str | None, step: int | None) -> LiveFetch | StoredFetch:
-        """A whole step for a client: the live one when it is asked for, else from the store. Raises as `hand_out`."""
+    def open(self, run: str | None, step: int | None, allow_unknown: bool = False) -> LiveFetch | StoredFetch:
+        """A whole step for a client: the live one when it is asked for, else from the store. allow_unknown: the live
+        one even if elements of it are unknown. Raises as `hand_out`."""
         with self._lock:
             jobs = [job for job in self.jobs.values() if (not job.ended if run is None else job.run == run)]
         ahead = {**self._ahead, **{job.run: job.job_step for job in jobs}}
-        return hand_out(jobs, self._store, run, step, ahead)
+        return hand_out(jobs, self._store, run, step, ahead, allow_unknown)
 
 
 class Attach:
-    """The upload of one job's description and initial state."""
+    """The upload of one job's description and, unless it joins late, initial state."""
 
-    def __init__(self, jobs: Jobs, description: JobDescription, shadow: Shadow) -> None:
+    def __init__(self, jobs: Jobs, description: JobDescription, shadow: Shadow, late: bool) -> None:
         self._jobs = jobs
         self._description = description
         self._shadow = shadow
+        self._late = late
 
     def chunk(self, key: str, offset: int, data: memoryview) -> None:
         self._shadow.load(key, offset, data)
@@ -323,7 +354,7 @@ class Attach:
         if missing:
             raise UsageError(f"the upload lacks {len(missing)} tensors, the first is {missing[0]}")
         try:
-            return self._jobs.commit(self._description, self._shadow, attached)
+            return self._jobs.commit(self._description, self._shadow, self._late, attached)
         finally:
             self._jobs.release(self)
 

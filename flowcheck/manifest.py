@@ -7,9 +7,9 @@ learning rate is found like a flipped bit of a weight. All checksums are xxh3_12
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -21,9 +21,13 @@ from flowcheck.description import (
     decode_value,
     encode_value,
 )
+from flowcheck.remote import RemotePath
 from flowcheck.specs import MAX_GROUPS, MAX_TENSORS
-from flowcheck.tensorfile import DamagedFile
+from flowcheck.tensorfile import DamagedFile, Place, RawFile
 from flowcheck.values import Reader, text
+from reconstruct.unknown import Unknown
+
+Where = TypeVar("Where", Path, RemotePath, Path | RemotePath)
 
 MANIFEST = "manifest.json"
 SNAPSHOT_FORMAT = "flowcheck.snapshot"
@@ -103,8 +107,14 @@ class Manifest:
             }
         )
 
+    def doubted(self, reason: str) -> bytes:
+        """The encoded manifest of the same step once somebody knows a reason why it may be wrong."""
+        said = f"may be wrong: {reason}"
+        reasons = self.reasons if said in self.reasons else [*self.reasons, said]
+        return replace(self, exact=False, reasons=reasons).encode()
+
     @classmethod
-    def read(cls, path: Path) -> Manifest:
+    def read(cls, path: Place) -> Manifest:
         """The manifest at `path`; `DamagedFile` names the file and the field that does not fit."""
         data = unseal(path, SNAPSHOT_FORMAT)
         try:
@@ -142,6 +152,7 @@ class OutputManifest:
     confirmed: bool
     exact: bool
     not_covered: list[str] = field(default_factory=list)
+    unknown: Unknown = field(default_factory=Unknown)
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -156,14 +167,16 @@ class OutputManifest:
                 "confirmed": self.confirmed,
                 "exact": self.exact,
                 "not_covered": self.not_covered,
+                "unknown": self.unknown.to_json(),
                 "files": _files_to_json(self.files),
             }
         )
 
     @classmethod
-    def read(cls, path: Path) -> OutputManifest:
+    def read(cls, path: Place) -> OutputManifest:
         try:
-            reader = Reader(unseal(path, OUTPUT_FORMAT), "manifest")
+            body = unseal(path, OUTPUT_FORMAT)
+            reader = Reader({"unknown": {}, **body}, "manifest")  # outputs of before have none
             return cls(
                 kind=reader.text("kind"),
                 run=reader.text("run"),
@@ -172,13 +185,14 @@ class OutputManifest:
                 confirmed=reader.boolean("confirmed"),
                 exact=reader.boolean("exact"),
                 not_covered=reader.sequence("not_covered", MAX_TENSORS, text),
+                unknown=Unknown.from_json(reader.raw("unknown"), "manifest.unknown"),
                 files=_files_from_json(_object(reader, "files")),
             )
         except DescriptionError as error:
             raise DamagedFile(f"{path}: {error}") from None
 
 
-def output_manifest_path(output: Path) -> Path:
+def output_manifest_path(output: Where) -> Where:
     """Where the manifest of a restored file or folder lies."""
     return output / "flowcheck.json" if output.is_dir() else output.with_name(output.name + ".flowcheck.json")
 
@@ -188,23 +202,21 @@ def seal(body: dict[str, Any]) -> bytes:
     return json.dumps({**body, _CHECKSUM: _body_checksum(body)}, indent=1, allow_nan=False).encode() + b"\n"
 
 
-def unseal(path: Path, kind: str) -> dict[str, Any]:
+def unseal(path: Place, kind: str) -> dict[str, Any]:
     """The checked object of a sealed JSON file; `DamagedFile` if missing, damaged or of another kind."""
-    try:
-        if path.stat().st_size > MAX_MANIFEST:
+    with RawFile(path) as file:
+        if file.size > MAX_MANIFEST:
             raise DamagedFile(f"{path}: larger than any manifest")
-        body = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DamagedFile(f"{path}: missing") from None
-    except OSError as error:
-        raise DamagedFile(f"{path}: {error.strerror}") from None
+        data = file.read(0, file.size)
+    try:
+        body = json.loads(data)
     except (ValueError, RecursionError):
         raise DamagedFile(f"{path}: cut short or not JSON") from None
     if not isinstance(body, dict) or body.pop(_CHECKSUM, None) != _body_checksum(body):
         raise DamagedFile(f"{path}: its own checksum does not fit, a field was changed or damaged")
     if body.get("format") != kind or body.get("version") != VERSION:
         found = f"{body.get('format')} version {body.get('version')}"
-        raise DamagedFile(f"{path}: {found}, this flowcheck reads {kind} version {VERSION}")
+        raise DamagedFile(f"{path}: {found:.100}, this flowcheck reads {kind} version {VERSION}")
     return body
 
 

@@ -178,4 +178,6 @@ def _rest(report: Mapping[str, Any]) -> Iterator[str]:
             f"{lost} dropped by kernel or interface{advice}"
         )
         yield from (f"  {problem}" for problem in source["problems"])
+        for name, spec in source["faults"].get("specs", {}).items():
+            yield f"  FAULTS ARE INJECTED into {name}: {spec}: this is a rehearsal"
     yield from report["problems"]

@@ -22,16 +22,15 @@ import time
 from typing import Any, NoReturn
 
 from flowcheck import __version__
-from flowcheck.capture import DRAIN_SECONDS, EXPIRE_EVERY, QUIET_SECONDS, RING_DELAY
+from flowcheck.capture import DRAIN_SECONDS, EXPIRE_EVERY, QUIET_SECONDS, RING_DELAY, Reached
 from flowcheck.config import DaemonConfig
-from flowcheck.daemon import declared_vantages, log, open_sources
+from flowcheck.daemon import account_of, declared_vantages, log, open_journal, open_recorder, open_server, open_sources
 from flowcheck.description import JobDescription
 from flowcheck.errors import NothingRestorable, UsageError
-from flowcheck.journal import Journal
 from flowcheck.observation import line, table
-from flowcheck.server import Server
+from flowcheck.privileges import drop
 from mirror.block import Source
-from mirror.record import PcapRecorder
+from mirror.faulty import injected
 from reconstruct.decoder import KIND_NAMES
 from reconstruct.observe.observer import Finished, Observer
 
@@ -55,7 +54,7 @@ class _Status:
     def status(self) -> dict[str, Any]:
         return self.latest
 
-    def begin_attach(self, description: JobDescription) -> NoReturn:
+    def begin_attach(self, description: JobDescription, late: bool = False) -> NoReturn:
         raise UsageError("this daemon only observes: attach to one that was started without --observe")
 
     def marker(self, run: str, epoch: int, marker: dict[str, Any]) -> None:
@@ -70,7 +69,25 @@ class _Status:
     def link(self, run: str, epoch: int, alive: bool) -> None:
         """No job is followed here."""
 
-    def open(self, run: str | None, step: int | None) -> NoReturn:
+    def agent(self, peer: bytes, run: str, epoch: int | None, rank: int, step: int) -> None:
+        """No job is followed here."""
+
+    def agent_gone(self, peer: bytes) -> None:
+        """No job is followed here."""
+
+    def repair_data(self, *data: Any) -> None:
+        """Nothing was asked for."""
+
+    def repair_refused(self, peer: bytes, run: str, epoch: int, ask: int, reason: str) -> None:
+        """Nothing was asked for."""
+
+    def compare_data(self, *data: Any) -> None:
+        """Nothing was asked for."""
+
+    def compare(self, run: str | None, number: int | None) -> NoReturn:
+        raise UsageError("this daemon only observes and has no state to compare: start one without --observe")
+
+    def open(self, run: str | None, step: int | None, allow_unknown: bool) -> NoReturn:
         raise NothingRestorable("this daemon only observes and holds no step: start one without --observe")
 
 
@@ -79,15 +96,17 @@ class _Watch:
 
     def __init__(self, config: DaemonConfig) -> None:
         self._config = config
+        self._account = account_of(config)
         self._live = bool(config.interfaces)
         self._stop = threading.Event()
         vantages = declared_vantages(config)
         self._observer = Observer(vantage=vantages.table)
         self._observer.warm_up()
         self._sources = open_sources(config, vantages)
-        self._recorder = None if config.record is None else PcapRecorder(config.record)
-        self._journal = None if config.journal is None else Journal(config.journal)
+        self._recorder = open_recorder(config, self._account)
+        self._journal = open_journal(config, self._account)
         self._service = _Status(self._status(self._report()))
+        self._reached = Reached(self._sources, self._live)
         self._now = 0
         self._expired = 0
         self._shown = self._published = time.monotonic()
@@ -96,7 +115,8 @@ class _Watch:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop.set())
         config = self._config
-        server = Server(self._service, config.listen, insecure=config.insecure) if config.listen else None
+        server = open_server(config, self._service, config.listen, self._account) if config.listen else None
+        drop(self._account)
         try:
             if server is not None:
                 server.start()
@@ -128,8 +148,10 @@ class _Watch:
     def _round(self) -> bool:
         """Read each source once; whether any had a block."""
         found = False
-        for source in self._sources:
+        for number, source in enumerate(self._sources):
+            asked = time.time_ns()
             block = source.read(0 if found else 0.05 / len(self._sources))
+            self._reached.read(number, block, asked)
             if block is None:
                 continue
             found = True
@@ -138,14 +160,14 @@ class _Watch:
                     self._now = max(self._now, int(block.ts[-1]))
                 if self._recorder is not None:
                     self._recorder.write(block)
-                self._observer.feed(block, self._now)
+                self._observer.feed(block, min(self._now, self._reached.now))
             finally:
                 source.release(block)
         if not found and self._live:
             self._now = max(self._now, time.time_ns() - RING_DELAY)
             if self._now - self._expired > EXPIRE_EVERY:
                 self._expired = self._now
-                self._observer.expire(self._now)
+                self._observer.expire(min(self._now, self._reached.now))
         for finished in self._observer.take_finished():
             self._write(finished)
         return found
@@ -222,4 +244,5 @@ def _source(source: Source) -> dict[str, Any]:
         "drops": counters.drops,
         "interface_drops": counters.interface_drops,
         "problems": list(source.problems)[-8:],
+        "faults": injected(source),
     }

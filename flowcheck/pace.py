@@ -26,6 +26,11 @@ class Pace:
         self._last = time
 
     @property
+    def usual(self) -> float:
+        """Seconds that a step usually takes (the median: an evaluation between two says nothing), 0 if not known."""
+        return statistics.median(self._intervals) if self._intervals else 0.0
+
+    @property
     def wait(self) -> float:
-        """Seconds: the usual step's (the median: an evaluation between two steps says nothing), within LEAST..MOST."""
-        return min(MOST, max(LEAST, statistics.median(self._intervals))) if self._intervals else MOST
+        """Seconds: the usual step's, within LEAST..MOST."""
+        return min(MOST, max(LEAST, self.usual)) if self._intervals else MOST

@@ -15,13 +15,15 @@ import numpy as np
 from flowcheck import rehearsal
 from flowcheck.description import JobDescription
 from flowcheck.groups import completed, gloo_group, nccl_group, with_setup
+from flowcheck.loss import Losses
 from flowcheck.vantages import Vantages
 from mirror.block import Block, pack
 from mirror.frames import Flows
-from mirror.roce import QueuePairs, RoceReassembler
+from mirror.loss import Evidence
+from mirror.roce import MessageSpans, QueuePairs, RoceReassembler
 from mirror.spans import Spans
 from mirror.tcp import TcpReassembler
-from reconstruct.decoder import IGNORE, Decoder, Event, Plan, Planner, Request
+from reconstruct.decoder import IGNORE, Conflict, Decoder, Event, Plan, Planner, Request
 from reconstruct.gloo import schedule
 from reconstruct.gloo.decoder import GlooDecoder
 from reconstruct.landing import Landing
@@ -82,10 +84,14 @@ class Pipeline:
         self._streams = NcclStreams(self.flows, traits(nccl_version).socket_inline if nccl_version else _INLINE)
         self.setups, self.sockets = self._streams.setups, self._streams.sockets
         self.nccl_tcp = NcclDecoder(self.sockets, self.sockets, budget_bytes=limits.landings)
+        self.evidence = Evidence(self._vantages.table.carriers)
+        self.gloo.evidence = self.nccl.evidence = self.nccl_tcp.evidence = self.evidence
+        self.losses = Losses(self.evidence, self.tcp, self.roce)
         self.gloo.planner = self.nccl.planner = self.nccl_tcp.planner = _planner(self)
         self.trackers: dict[str, StepTracker] = {}
         self._facts: dict[str, NcclGroup] = {}
         self._decoders: dict[str, Decoder] = {}
+        self._source = ""  # of the block at hand
         self._limits = limits
         self._waits = waits
         self._nccl_version = nccl_version
@@ -162,40 +168,58 @@ class Pipeline:
         tracker = self.trackers.get(request.group)
         return tracker.plan(request) if tracker is not None else IGNORE
 
-    def feed(self, block: Block, now: int) -> None:
-        """Take one block of frames. The block may be released when this returns."""
+    def feed(self, block: Block, now: int, source: str = "") -> None:
+        """Take one block of frames. The block may be released when this returns. source: what it was read from."""
+        self._source = source
+        for loss in block.losses:
+            self.evidence.lost(loss.cause, block.vantage, loss.start, loss.end)
         self._bytes(self.tcp.feed(block, now), now)
         datagrams = self.roce.datagrams
         if datagrams.n or self.pairs.count:
-            self._take(self.nccl.feed(self.roce.take(datagrams, block.base, now), now))
+            self._packets(self.roce.take(datagrams, block.base, now), now)
+        if self.losses.alert:
+            self.losses.look(block)
 
     def expire(self, now: int) -> None:
         """Let gaps that will not be filled any more become holes."""
+        self._source = ""
         self._bytes(self.tcp.expire(now), now)
         if self.pairs.count:
-            self._take(self.nccl.feed(self.roce.expire(now), now))
+            self._packets(self.roce.expire(now), now)
 
     def flush(self, now: int) -> None:
         """The input has ended: every gap is a hole."""
+        self._source = ""
         self._bytes(self.tcp.flush(now), now)
         if self.pairs.count:
-            events = self.nccl.feed(self.roce.flush(now), now)
+            messages = self.roce.flush(now)
+            if messages.holes:
+                self.losses.rdma(messages)
+            events = self.nccl.feed(messages, now)
             while events:  # what was told, such as the layout, may decide what lies behind it
                 self._take(events)
                 events = self.nccl.feed(self.roce.expire(now), now)
 
     def _bytes(self, spans: Spans, now: int) -> None:
         """Bytes of TCP: gloo's messages, NCCL's set-up, or NCCL's messages."""
+        if spans.holes:
+            self.losses.tcp(spans)
         self._take(self.gloo.feed(spans, now))
         messages = self._streams.feed(spans)
         if messages is not None:
             self._take(self.nccl_tcp.feed(messages, now))
 
+    def _packets(self, messages: MessageSpans, now: int) -> None:
+        """Messages of RDMA."""
+        if messages.holes:
+            self.losses.rdma(messages)
+        self._take(self.nccl.feed(messages, now))
+
     def _take(self, events: list[Event]) -> None:
         for event in events:
             tracker = self.trackers.get(event.group)
             if tracker is not None:
-                tracker.event(event)
+                tracker.event(replace(event, source=self._source) if isinstance(event, Conflict) else event)
 
     def poll(self, now: int, final: bool = False) -> list[tuple[str, TrackerEvent]]:
         """What became known since the last call, as (job key, event)."""
@@ -238,6 +262,7 @@ class Pipeline:
         pipeline = Pipeline(Limits(flows=64, reorder=1 << 20, landings=1 << 20), self._waits)
         pipeline.feed(pack([bytes(64)], 0), 0)
         pipeline.sockets.warm_up()
+        pipeline.losses.warm_up()
         pipeline.nccl.planner = rehearsal.planner
         for protocol in rehearsal.PROTOCOLS:
             group, block = rehearsal.rehearsal(protocol)

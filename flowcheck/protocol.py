@@ -8,7 +8,12 @@ under a window, so neither side queues more than `WINDOW` chunks.
     attach-begin, attach-text ... -> attach-open; attach-chunk -> attach-credit; attach-commit -> attach-ack
     marker, detach (no reply); layout -> layout-ack
     fetch-begin -> fetch-open; fetch-read -> fetch-data ...; fetch-end
-    status -> status-reply; ping -> pong; any of them -> error
+    status -> status-reply; compare -> compare-reply; ping -> pong; any of them -> error
+
+Between the daemon and the agents in the trainers nothing is a reply, either may be gone at any time (docs/repair.md):
+
+    from an agent: agent-hello, repair-data, repair-refused, compare-data
+    to an agent: repair-ask, repair-cancel, groups-ask, compare-ask, join-ask
 
 A marker's content is checked by `reconstruct.markers`, a layout's by `check_layout`.
 """
@@ -21,7 +26,7 @@ from typing import Any
 
 from flowcheck import errors
 from flowcheck.errors import FlowcheckError
-from flowcheck.values import DescriptionError, Reader, integer
+from flowcheck.values import DescriptionError, Reader, integer, text
 
 VERSION = 1
 
@@ -31,6 +36,16 @@ MAX_HEADER = 2 << 20
 MAX_FRAME = CHUNK + (64 << 10)
 MAX_BLOB = 256 << 20
 MAX_KEY = 4096
+MAX_RANK = (1 << 16) - 1
+MAX_PARTS = 256
+"""Parts of one `repair-ask`, numbers of one `repair-cancel`."""
+MAX_SECTIONS = 16
+MAX_PERCENT = 10.0
+"""Of a trainer's time that a daemon may ask for."""
+MAX_STEP_BYTES = 256 << 20
+"""That a daemon may have copied at the end of one step."""
+MAX_COMPARE = 16 << 20
+"""Of the text with the checksums of all tensors."""
 
 HEADER_KEY = "@header"
 """The key under which a fetch reads the snapshot's header, before any tensor."""
@@ -59,9 +74,57 @@ def _run_or_null(reader: Reader, name: str) -> str | None:
     return None if reader.raw(name) is None else reader.text(name, 64)
 
 
+def _count_or_null(reader: Reader, name: str) -> int | None:
+    return None if reader.raw(name) is None else reader.integer(name, 0, _SIZE)
+
+
+def _object_or_null(reader: Reader, name: str) -> dict[str, Any] | None:
+    return None if reader.raw(name) is None else _object(reader, name)
+
+
 def _step(reader: Reader, name: str) -> int | None:
     """`latest` becomes None."""
     return None if reader.raw(name) == "latest" else reader.integer(name, 0, _SIZE)
+
+
+def _boolean(reader: Reader, name: str) -> bool:
+    return reader.boolean(name)
+
+
+def _percent(reader: Reader, name: str) -> float:
+    value = reader.raw(name)
+    if type(value) not in (int, float) or not 0 < value <= MAX_PERCENT:
+        raise reader.fail(name, f"{str(value)[:40]} is not within 0..{MAX_PERCENT:g}")
+    return float(value)
+
+
+def _part(value: Any, path: str) -> tuple[int, str, int, int]:
+    """(number, key, lo, hi): elements [lo, hi) in memory order."""
+    if not isinstance(value, list) or len(value) != 4:
+        raise DescriptionError(f"{path}: expected number, key, lo and hi")
+    number, key, lo, hi = value
+    return _size(number, path), text(key, path, MAX_KEY), _size(lo, path), _size(hi, path)
+
+
+def _section(value: Any, path: str) -> tuple[str, int]:
+    """(name, bytes)."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise DescriptionError(f"{path}: expected a name and a number of bytes")
+    return text(value[0], path, 64), integer(value[1], path, 0, CHUNK)
+
+
+def _list(limit: int, read: Callable[[Any, str], Any]) -> Check:
+    return lambda reader, name: reader.sequence(name, limit, read)
+
+
+def _counter(reader: Reader, name: str) -> bytes | None:
+    """The bytes of a step counter, sent in hexadecimal."""
+    if reader.raw(name) is None:
+        return None
+    try:
+        return bytes.fromhex(reader.text(name, 32))
+    except ValueError:
+        raise reader.fail(name, "not hexadecimal bytes") from None
 
 
 _RUN = _text(64)
@@ -69,6 +132,8 @@ _COUNT = _whole(_SIZE)
 _SESSION = _whole(1 << 32)
 _DIGEST = _text(32)
 _NAMES = _text(MAX_KEY)
+_JOB = _text(32)
+_EPOCH_OF = {"run": _RUN, "epoch": _COUNT}
 
 FIELDS: dict[str, dict[str, Check]] = {
     "ping": {},
@@ -76,7 +141,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "status": {},
     "status-reply": {"status": _object},
     "error": {"kind": _text(64), "message": _text(4096)},
-    "attach-begin": {"bytes": _whole(MAX_BLOB, 2), "digest": _DIGEST},
+    "attach-begin": {"bytes": _whole(MAX_BLOB, 2), "digest": _DIGEST, "job": _JOB, "late": _boolean},
     "attach-text": {"offset": _COUNT},
     "attach-open": {"session": _SESSION, "run": _RUN},
     "attach-chunk": {"session": _SESSION, "key": _NAMES, "offset": _COUNT, "digest": _DIGEST},
@@ -88,7 +153,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "detach": {"run": _RUN, "epoch": _COUNT, "step": _COUNT},
     "layout": {"run": _RUN, "epoch": _COUNT, "layout": _object},
     "layout-ack": {},
-    "fetch-begin": {"run": _run_or_null, "step": _step},
+    "fetch-begin": {"run": _run_or_null, "step": _step, "allow_unknown": _boolean},
     "fetch-open": {"session": _SESSION, "bytes": _whole(MAX_BLOB)},
     "fetch-read": {
         "session": _SESSION,
@@ -99,9 +164,42 @@ FIELDS: dict[str, dict[str, Check]] = {
     },
     "fetch-data": {"session": _SESSION, "request": _COUNT, "digest": _DIGEST},
     "fetch-end": {"session": _SESSION},
+    "compare": {"run": _run_or_null, "number": _count_or_null},
+    "compare-reply": {"number": _COUNT, "report": _object_or_null},
+    "agent-hello": {"run": _RUN, "job": _JOB, "rank": _whole(MAX_RANK), "step": _COUNT},
+    "repair-data": {
+        **_EPOCH_OF,
+        "ask": _COUNT,
+        "key": _NAMES,
+        "lo": _COUNT,
+        "hi": _COUNT,
+        "step": _COUNT,
+        "sections": _list(MAX_SECTIONS, _section),
+        "counter": _counter,
+        "digest": _DIGEST,
+    },
+    "repair-refused": {**_EPOCH_OF, "ask": _COUNT, "reason": _text(1024)},
+    "compare-data": {
+        **_EPOCH_OF,
+        "ask": _COUNT,
+        "step": _COUNT,
+        "offset": _COUNT,
+        "bytes": _whole(MAX_COMPARE, 2),
+        "digest": _DIGEST,
+    },
+    "repair-ask": {
+        **_EPOCH_OF,
+        "parts": _list(MAX_PARTS, _part),
+        "percent": _percent,
+        "step_bytes": _whole(MAX_STEP_BYTES, 1),
+    },
+    "repair-cancel": {"numbers": _list(MAX_PARTS, lambda value, path: _size(value, path))},
+    "groups-ask": _EPOCH_OF,
+    "compare-ask": {**_EPOCH_OF, "ask": _COUNT},
+    "join-ask": {"run": _RUN},
 }
 
-BINARY = frozenset({"attach-text", "attach-chunk", "fetch-data"})
+BINARY = frozenset({"attach-text", "attach-chunk", "fetch-data", "repair-data", "compare-data"})
 """The types that carry a binary frame after the header."""
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Mapping
 from typing import Any
+
+from flowcheck.observation import size_text
+from reconstruct.unknown import Unknown
+
+MOST_PLACES = 8
 
 
 def status_text(status: Mapping[str, Any]) -> str:
@@ -24,13 +31,65 @@ def status_text(status: Mapping[str, Any]) -> str:
         )
         if job["frozen"]:
             lines.append(f"  {job['frozen']}")
+        lines += _unknown(job)
         lines += [f"  not bit-exact: {reason}" for reason in job["reasons"]]
+        if job.get("unstored_since") is not None:
+            newest = "nothing" if job["persisted"] is None else f"step {job['persisted']}"
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["unstored_since"]))
+            lines.append(f"  nothing was stored since {since}, {newest} is: {job['unstored_reason']}")
         lag = "-" if job["lag_ms"] is None else f"{job['lag_ms']:.1f} ms"
         lines.append(
             f"  coverage {100 * job['coverage']:.1f} %, lag {lag}, holes {job['holes']} B, "
             f"memory {job['memory_bytes'] / 1e6:.1f} MB"
         )
     lines.append(f"captured {status['packets']} packets, {status['bytes'] / 1e6:.1f} MB, {status['drops']} dropped")
+    loss = status.get("loss")  # a daemon that only observes has a report of its own
+    if loss is not None and loss["likely"]:
+        sums = ", ".join(f"{cause} {size_text(count)}" for cause, count in loss["bytes"].items() if count)
+        lines.append(f"lost: {sums}. {loss['likely']}")
+        lines.append(f"  do: {loss['remedy']}")
+    for source in status["sources"]:
+        for name, spec in source["faults"].get("specs", {}).items():
+            lines.append(f"FAULTS ARE INJECTED into {name}: {spec}: this is a rehearsal")
+    remote = status.get("remote")
+    if remote is not None:
+        there = "nothing" if remote["step"] is None else f"run {remote['run']} step {remote['step']}"
+        behind = "" if remote["problem"] is None else f"; not brought up to date: {remote['problem']}"
+        lines.append(f"{remote['url']}: {there}{behind}")
     if status["failure"]:
         lines.append(f"capture failed: {status['failure']}")
     return "\n".join(lines)
+
+
+def _unknown(job: Mapping[str, Any]) -> list[str]:
+    """What of a job's live step is not known, and what was repaired and compared."""
+    lines = []
+    unknown, repair, compared = job["unknown"], job["repair"], job["compared"]
+    if unknown["elements"]:
+        known = "no step is fully known" if job["known_step"] is None else f"step {job['known_step']} is fully known"
+        lines.append(f"  {unknown['elements']} elements are unknown since step {unknown['since']}; {known}")
+        lines += [f"    {place}" for place in unknown["where"]]
+    if repair is not None and repair["asked"]:
+        lines.append(
+            f"  {job['agents']} ranks answer: {repair['repaired']} elements repaired, {repair['compared']} compared, "
+            f"{repair['bytes'] / 1e6:.1f} MB asked for"
+            + (f"; {repair['differences']} DIFFERED" if repair["differences"] else "")
+            + (f"; refused: {repair['refusal']}" if repair["refusal"] and unknown["elements"] else "")
+        )
+    elif repair is not None and not job["agents"]:
+        lines.append("  no rank answers: nothing can be repaired")
+    if compared is not None and compared["problem"] is None:
+        differing = len(compared["differing"]) + compared["more"]
+        verdict = f"{differing} TENSORS DIFFER" if differing else "equal to the bit"
+        lines.append(f"  compared with rank {compared['rank']} at step {compared['step']}: {verdict}")
+    return lines
+
+
+def places(unknown: Unknown, most: int = MOST_PLACES) -> list[str]:
+    """The first unknown ranges as texts, such as "layer.weight[128:490] since step 7"."""
+    texts = (
+        f"{key.partition('/')[2]}[{lo}:{hi}] since step {since}"
+        for key, ranges in unknown.items()
+        for lo, hi, since in ranges
+    )
+    return list(itertools.islice(texts, most))

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from flowcheck import __version__, endpoints, protocol
-from flowcheck.errors import FlowcheckError, Revoked
+from flowcheck import __version__, answers, endpoints, protocol
+from flowcheck.access import ZAP_ENDPOINT, Access
+from flowcheck.errors import FlowcheckError, NoPermission, Revoked
 from flowcheck.service import Service
 from flowcheck.sessions import Fetch, Peer, Upload, digest
 
@@ -31,6 +33,13 @@ log = logging.getLogger(__name__)
 
 MAX_FETCHES = 64
 MAX_UPLOADS = 8
+_MONITORED = (
+    zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+MAX_TOLD = 4096
+"""Messages to agents that wait for the loop; beyond them they are dropped, as if the agent had not answered."""
+HANDSHAKE_MS = 5000
+"""How long a new connection may take to say who it is."""
 RETRY_S = 0.01
 """How soon a client whose queue was full is tried again."""
 
@@ -47,7 +56,8 @@ class Deadlines:
 class Server:
     """Serves `service` on `addresses` from `start` to `close`; `endpoints` holds them with their real ports.
 
-    insecure: allow tcp addresses beyond loopback. keys: refused (BadConfig), as FLOWCHECK_KEYS is.
+    access: who may connect over tcp and what for; None: whoever reaches an endpoint may do everything.
+    insecure: allow tcp addresses beyond loopback without `access`. ipc sockets are for this user alone, without keys.
     Raises UsageError, NoPermission or FlowcheckError when an endpoint cannot be listened on.
     """
 
@@ -56,15 +66,18 @@ class Server:
         service: Service,
         addresses: Sequence[str],
         *,
+        access: Access | None = None,
         insecure: bool = False,
-        keys: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
-        endpoints.check_keys(keys)
         for address in addresses:
-            endpoints.check(address, insecure)
-        self.counters = {"messages": 0, "malformed": 0, "markers": 0, "cut": 0, "unsent": 0}
+            endpoints.check(address, insecure or access is not None)
+        self.counters = {"messages": 0, "malformed": 0, "markers": 0, "cut": 0, "unsent": 0, "bad_handshakes": 0}
+        self._access = access
         self._service = service
+        self._answers = answers.Answers(service)
+        self._told: deque[list[bytes]] = deque()
+        self._telling = threading.Lock()
         self._deadlines = deadlines or Deadlines()
         self._peers: dict[bytes, Peer] = {}
         self._turn: list[bytes] = []
@@ -74,21 +87,26 @@ class Server:
         self._done: list[Callable[[], None]] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = zmq.Context(1)
+        self._authenticator = self._context.socket(zmq.REP)
+        self._authenticator.bind(ZAP_ENDPOINT)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.set(
             zmq.ROUTER_MANDATORY, 1
         )  # an error for a full or vanished peer instead of a silent drop
         self._router.set(zmq.LINGER, 200)
+        self._router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._router.set(zmq.MAXMSGSIZE, protocol.MAX_FRAME)
         self._router.set(zmq.SNDHWM, 4 * protocol.WINDOW)
         self._router.set(zmq.RCVHWM, 4 * protocol.WINDOW)
         # Who is gone: markers then may be lost. A peer's own heartbeats (flowcheck.connection) end a dead connection.
-        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._source = -1  # descriptor of the connection that the message being handled came on
+        self._monitor = self._router.get_monitor_socket(_MONITORED)
+        # Of the message being handled: the descriptor of its connection, and its sender's key where keys are asked for.
+        self._source = -1
+        self._user: str | None = None
         self._links: dict[int, tuple[str, int]] = {}  # descriptor -> (run, epoch) whose markers come on it
         self._gone: list[int] = []
         try:
-            self.endpoints = [endpoints.bind(self._router, address) for address in addresses]
+            self.endpoints = endpoints.bind_all(self._router, addresses, None if access is None else access.pair)
         except BaseException:
             self._release()
             raise
@@ -100,12 +118,23 @@ class Server:
 
     def close(self) -> None:
         """End every session and close the sockets. Returns once the loop's thread has ended."""
-        self._stopping = True
+        with self._telling:
+            self._stopping = True
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
         elif self._thread.ident is None:
             self._release()
+
+    def tell(self, peer: bytes, kind: str, /, **fields: Any) -> None:
+        """Send a message to an agent, from any thread and without waiting. One that cannot be sent is dropped."""
+        frames = [peer, protocol.encode(kind, **fields)]
+        with self._telling:  # also keeps the descriptor open meanwhile
+            if self._stopping or len(self._told) >= MAX_TOLD:
+                self.counters["unsent"] += 1
+                return
+            self._told.append(frames)
+            os.eventfd_write(self._wake, 1)
 
     def __enter__(self) -> Server:
         return self.start()
@@ -120,13 +149,16 @@ class Server:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._authenticator, zmq.POLLIN)
         try:
             while not self._stopping:
                 poller.poll(self._timeout())
                 self._finish_work()
+                self._authenticate()
                 self._collect_gone()
                 if self._receive():
                     self._end_links()
+                    self._answers.expire(time.monotonic())
                 self._serve_fetches()
                 self._expire(time.monotonic())
         finally:
@@ -142,6 +174,7 @@ class Server:
             self._router.disable_monitor()
             self._monitor.close(0)
             self._router.close()
+            self._authenticator.close(0)
             self._context.term()
             os.close(self._wake)
 
@@ -166,6 +199,16 @@ class Server:
             except FlowcheckError as error:
                 self._malformed(identity, error)
                 continue
+            self._user = None if self._access is None else _user(frames[-1])
+            try:
+                if self._access is not None and self._user is not None:
+                    self._access.check(self._user, kind)
+            except NoPermission as error:
+                self._gone.append(self._source)  # no trainer or agent of ours is at its other end
+                self._fail(identity, kind, error)
+                if kind in answers.KINDS:
+                    self._send(identity, "error", **protocol.error_fields(error))
+                continue
             try:
                 self._dispatch(identity, kind, fields, data)
             except FlowcheckError as error:
@@ -177,6 +220,22 @@ class Server:
 
         return False
 
+    def _authenticate(self) -> None:
+        """Answer libzmq's questions about the keys of new connections."""
+        while self._access is not None and self._authenticator.poll(0):
+            self._authenticator.send_multipart(self._access.authenticate(self._authenticator.recv_multipart()))
+
+    def _revoke(self) -> None:
+        """End the sessions of those whose rights have gone. Whatever else they send is refused."""
+        access = self._access
+        for identity, peer in list(self._peers.items()):
+            if access is None or peer.user is None:
+                continue
+            if not access.may(peer.user, "attach-chunk"):
+                self._end_upload(identity)
+            if not access.may(peer.user, "fetch-read"):
+                self._end_fetch(identity)
+
     def _malformed(self, identity: bytes, error: FlowcheckError) -> None:
         self.counters["malformed"] += 1
         self._send(identity, "error", **protocol.error_fields(error))
@@ -187,7 +246,7 @@ class Server:
             self._end_upload(identity)
         elif kind.startswith("fetch"):
             self._end_fetch(identity)
-        if kind not in ("marker", "detach"):  # a trainer reads no replies to these
+        if kind not in ("marker", "detach") and kind not in answers.KINDS:  # a trainer reads no replies to these
             self._send(identity, "error", **protocol.error_fields(error))
 
     def _dispatch(self, identity: bytes, kind: str, fields: dict[str, Any], data: Any) -> None:
@@ -195,6 +254,8 @@ class Server:
             self.counters["markers"] += 1
             self._link(self._source, fields["run"], fields["epoch"])
             self._service.marker(fields["run"], fields["epoch"], fields["marker"])
+        elif kind in answers.KINDS:
+            self._answers.take(identity, self._source, kind, fields, data, time.monotonic())
         elif kind == "detach":
             self._service.detach(fields["run"], fields["epoch"], fields["step"])
         elif kind == "fetch-read":
@@ -206,7 +267,11 @@ class Server:
             size = upload.chunk(fields["key"], fields["offset"], fields["digest"], data, time.monotonic())
             self._send(identity, "attach-credit", session=upload.number, bytes=size)
         elif kind == "status":
-            self._send(identity, "status-reply", status=self._service.status())
+            refused = {} if self._access is None else self._access.refused
+            control = {**self.counters, **{f"refused_{what}": count for what, count in refused.items()}}
+            self._send(identity, "status-reply", status={**self._service.status(), "control": control})
+        elif kind == "compare":
+            self._send(identity, "compare-reply", **self._service.compare(fields["run"], fields["number"]))
         elif kind == "ping":
             self._send(identity, "pong", version=__version__)
         elif kind == "layout":
@@ -221,7 +286,7 @@ class Server:
         elif kind == "attach-abort":
             self._end_upload(identity)
         elif kind == "fetch-begin":
-            self._fetch_begin(identity, fields["run"], fields["step"])
+            self._fetch_begin(identity, fields["run"], fields["step"], fields["allow_unknown"])
         elif kind == "fetch-end":
             self._end_fetch(identity)
         else:
@@ -233,8 +298,9 @@ class Server:
         self._end_upload(identity)
         if sum(peer.upload is not None for peer in self._peers.values()) >= MAX_UPLOADS:
             raise FlowcheckError(f"{MAX_UPLOADS} other jobs are attaching: try again in a minute")
-        upload = Upload(self._number(), fields["bytes"], fields["digest"], time.monotonic())
+        upload = Upload(self._number(), time.monotonic(), **fields)
         self._peer(identity).upload = upload
+        self._peer(identity).user = self._user
 
     def _attach_text(self, identity: bytes, offset: int, data: Any) -> None:
         upload = self._upload(identity, None)
@@ -249,7 +315,7 @@ class Server:
             upload.session, upload.active = session, time.monotonic()
             self._send(identity, "attach-open", session=upload.number, run=description.run)
 
-        self._later(identity, "attach-begin", lambda: self._service.begin_attach(description), opened)
+        self._later(identity, "attach-begin", lambda: self._service.begin_attach(description, upload.late), opened)
 
     def _attach_commit(self, identity: bytes, number: int) -> None:
         upload = self._upload(identity, number)
@@ -269,6 +335,7 @@ class Server:
                 self._peer(identity).upload = None
             if self._send(identity, "attach-ack", session=number, ack=ack):
                 self._link(source, ack["run"], ack["epoch"])
+            self._answers.attached(ack["run"], upload.job, ack["epoch"])
 
         self._later(identity, "attach-commit", commit, committed)
 
@@ -298,8 +365,14 @@ class Server:
             self._service.link(run, epoch, True)
 
     def _collect_gone(self) -> None:
-        while self._monitor.poll(0):
-            self._gone.append(int(recv_monitor_message(self._monitor)["value"]))
+        for _ in range(1024):
+            if not self._monitor.poll(0):
+                return
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._gone.append(int(event["value"]))
+            else:
+                self.counters["bad_handshakes"] += 1
 
     def _end_links(self) -> None:
         """What ended connections carried has all been taken: now their trainers count as gone."""
@@ -308,15 +381,17 @@ class Server:
             job = self._links.pop(descriptor, None)
             if job is not None:
                 self._service.link(*job, False)
+            self._answers.ended(descriptor)
 
     # Fetch
 
-    def _fetch_begin(self, identity: bytes, run: str | None, step: int | None) -> None:
+    def _fetch_begin(self, identity: bytes, run: str | None, step: int | None, allow_unknown: bool) -> None:
         self._end_fetch(identity)
         if self._peer(identity).work is not None:
             raise FlowcheckError("fetch-begin: an earlier request of this client is still being answered")
         if sum(peer.fetch is not None for peer in self._peers.values()) >= MAX_FETCHES:
             raise FlowcheckError(f"{MAX_FETCHES} clients are being served: try again later")
+        self._peer(identity).user = self._user
 
         def opened(session: Any) -> None:
             try:
@@ -329,7 +404,7 @@ class Server:
             if not self._send(identity, "fetch-open", session=fetch.number, bytes=len(fetch.header)):
                 self._end_fetch(identity)
 
-        self._later(identity, "fetch-begin", lambda: self._service.open(run, step), opened)
+        self._later(identity, "fetch-begin", lambda: self._service.open(run, step, allow_unknown), opened)
 
     def _fetch(self, identity: bytes, number: int) -> Fetch:
         peer = self._peers.get(identity)
@@ -369,6 +444,8 @@ class Server:
     # Deadlines, work on the second thread, sending
 
     def _expire(self, now: float) -> None:
+        if self._access is not None and self._access.refresh():
+            self._revoke()
         limits = self._deadlines
         for identity, peer in list(self._peers.items()):
             upload, fetch = peer.upload, peer.fetch
@@ -418,12 +495,14 @@ class Server:
             return
         while self._done:
             self._done.pop(0)()
+        while self._told:
+            self._put(self._told.popleft())
 
     def _send(self, identity: bytes, kind: str, data: Any = None, /, **fields: Any) -> bool:
         """Send without waiting. False if the peer's queue is full; a vanished peer loses its sessions."""
-        frames = [identity, protocol.encode(kind, **fields)]
-        if data is not None:
-            frames.append(data)
+        return self._put([identity, protocol.encode(kind, **fields), *([] if data is None else [data])])
+
+    def _put(self, frames: list[Any]) -> bool:
         try:
             self._router.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
@@ -432,8 +511,8 @@ class Server:
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            self._end_upload(identity)
-            self._end_fetch(identity)
+            self._end_upload(frames[0])
+            self._end_fetch(frames[0])
             return False
         return True
 
@@ -451,3 +530,11 @@ def _descriptor(frame: zmq.Frame) -> int:
         return int(frame.get(zmq.SRCFD))
     except (zmq.ZMQError, ValueError):
         return -1
+
+
+def _user(frame: zmq.Frame) -> str | None:
+    """The key of the peer that sent a frame; None on a connection without keys."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return None

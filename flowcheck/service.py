@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from flowcheck.description import JobDescription, encode_value
@@ -35,10 +36,59 @@ class FetchSession(Protocol):
         """The client is done or was cut."""
 
 
-class Service(Protocol):
-    """The daemon. A FlowcheckError from any method is told to the peer that caused the call."""
+class AgentService(Protocol):
+    """What comes from the agents in the trainers. `peer` names an agent for `flowcheck.server.Server.tell`; one whose
+    connection broke comes back under another name."""
 
-    def begin_attach(self, description: JobDescription) -> AttachSession: ...
+    def agent(self, peer: bytes, run: str, epoch: int | None, rank: int, step: int) -> None:
+        """The agent of a rank lives, `step` optimizer steps are done there. Comes every second.
+
+        epoch: None unless this daemon has taken an attach of that very job, same processes: whatever `run` says, its
+        state is not that of a job followed here, and only a `join-ask` to rank 0 makes it one.
+        """
+
+    def agent_gone(self, peer: bytes) -> None:
+        """Its connection ended, or it fell silent."""
+
+    def repair_data(
+        self,
+        peer: bytes,
+        run: str,
+        epoch: int,
+        ask: int,
+        key: str,
+        lo: int,
+        hi: int,
+        step: int,
+        sections: Mapping[str, memoryview],
+        counter: bytes | None,
+    ) -> None:
+        """Elements [lo, hi) of `key` as of the end of `step`. The memoryviews may be kept; nobody writes them.
+
+        sections: "model", or "buffer" for a buffer, then the optimizer state keys that the parameter has, but `step`,
+        whose bytes are `counter`.
+        """
+
+    def repair_refused(self, peer: bytes, run: str, epoch: int, ask: int, reason: str) -> None:
+        """Part `ask` will not come from this agent."""
+
+    def compare_data(
+        self, peer: bytes, run: str, epoch: int, ask: int, step: int, checksums: Mapping[str, str | None]
+    ) -> None:
+        """The checksums of every parameter and state tensor as of the end of `step`, by tensor key.
+
+        A checksum is xxh3_128 of the tensor's bytes in memory order, hexadecimal, as in a manifest; None for a state
+        tensor whose memory order is not its parameter's.
+        """
+
+
+class Service(AgentService, Protocol):
+    """The daemon. A FlowcheckError from any method is told to the peer that caused the call, unless it is a trainer
+    that reads no replies."""
+
+    def begin_attach(self, description: JobDescription, late: bool = False) -> AttachSession:
+        """late: training goes on meanwhile and nothing is uploaded, `commit` follows at once. The description is as
+        of the end of step `description.step`; the markers of the steps after it come after the commit."""
 
     def marker(self, run: str, epoch: int, marker: dict[str, Any]) -> None: ...
 
@@ -52,7 +102,12 @@ class Service(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
-    def open(self, run: str | None, step: int | None) -> FetchSession: ...
+    def compare(self, run: str | None, number: int | None) -> dict[str, Any]:
+        """Start a comparison of a job's state with a trainer's (number None), or ask for the report of that number:
+        {"number", "report"}, the report None while there is none (`flowcheck.comparing`)."""
+
+    def open(self, run: str | None, step: int | None, allow_unknown: bool) -> FetchSession:
+        """A step for a client; allow_unknown: whether elements of it may be unknown, which the header then names."""
 
 
 def snapshot_header(snapshot: Snapshot) -> dict[str, Any]:
@@ -69,5 +124,6 @@ def snapshot_header(snapshot: Snapshot) -> dict[str, Any]:
         "groups": [encode_value(group, f"groups[{i}]") for i, group in enumerate(snapshot.groups)],
         "scheduler": encode_value(snapshot.scheduler, "scheduler"),
         "notes": list(snapshot.notes),
+        "unknown": snapshot.unknown.to_json(),
         "tensors": [[key, spec.to_json()] for key, (spec, _) in snapshot.tensors.items()],
     }

@@ -25,15 +25,18 @@ def digest(data: Any) -> str:
 
 
 class Upload:
-    """One attach: the description's text, then every tensor in `JobDescription.tensors` order, gapless."""
+    """One attach: the description's text, then every tensor in `JobDescription.tensors` order, gapless; a late one has
+    no tensors. job: the token that the job's agents say."""
 
-    def __init__(self, number: int, nbytes: int, text_digest: str, now: float) -> None:
+    def __init__(self, number: int, now: float, *, bytes: int, digest: str, job: str, late: bool) -> None:
         self.number = number
         self.active = now
+        self.job = job
+        self.late = late
         self.session: AttachSession | None = None
         self.committing = False
-        self._expected = nbytes
-        self._digest = text_digest
+        self._expected = bytes
+        self._digest = digest
         self._text = bytearray()
         self._rest: deque[tuple[str, TensorSpec]] = deque()
         self._offset = 0
@@ -50,7 +53,8 @@ class Upload:
         if digest(text) != self._digest:
             raise DescriptionError("attach-text: the description's checksum differs")
         description = JobDescription.from_json(text)
-        self._rest.extend((key, spec) for key, spec in description.tensors() if spec.nbytes)
+        if not self.late:
+            self._rest.extend((key, spec) for key, spec in description.tensors() if spec.nbytes)
         return description
 
     def chunk(self, key: str, offset: int, checksum: str, data: Any, now: float) -> int:
@@ -131,8 +135,9 @@ class Fetch:
 
 @dataclass(slots=True)
 class Peer:
-    """What one connected client has open."""
+    """What one connected client has open. `user`: the key that it was opened with, None where none is asked for."""
 
     upload: Upload | None = None
     fetch: Fetch | None = None
     work: Future[Any] | None = None
+    user: str | None = None

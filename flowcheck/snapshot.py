@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowcheck.description import JobDescription, TensorSpec
+from reconstruct.unknown import Unknown
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Snapshot:
     """{"class", "state"} of the learning-rate scheduler as it stands for the next step; None if not known."""
     notes: list[str] = field(default_factory=list)
     """What a person should know who gets this step instead of a newer one; not stored."""
+    unknown: Unknown = field(default_factory=Unknown)
+    """Elements whose bytes are not those of this step, handed out on demand alone; such a step is never stored."""
 
     @property
     def nbytes(self) -> int:

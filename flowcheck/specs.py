@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowcheck.values import Reader, encode_value, integer, text
+from flowcheck.values import DescriptionError, Reader, encode_value, integer, text
 
 ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -23,6 +23,32 @@ MAX_TENSOR_BYTES = 1 << 44
 MAX_GROUPS = 1 << 14
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
+"""The classes of torch.optim that may be named: no other name is ever looked up."""
+
+SCHEDULERS = (
+    "StepLR",
+    "MultiStepLR",
+    "ConstantLR",
+    "LinearLR",
+    "ExponentialLR",
+    "CosineAnnealingLR",
+    "PolynomialLR",
+    "OneCycleLR",
+    "CosineAnnealingWarmRestarts",
+    "SequentialLR",
+    "ChainedScheduler",
+)
+"""The classes of torch.optim.lr_scheduler that may be named: their next value follows from their own attributes and
+the param groups alone."""
+
+NESTED = "_schedulers"
+"""The attribute of a scheduler that holds others."""
+MAX_SCHEDULERS = 64
+MAX_NESTED = 4
+
+FLAGS = ("nesterov", "maximize", "foreach", "fused", "differentiable", "capturable", "amsgrad",
+         "decoupled_weight_decay")  # fmt: skip
+NUMBERS = ("lr", "initial_lr", "momentum", "dampening", "weight_decay", "eps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +180,7 @@ class GroupSpec:
         reader.done()
         if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
             raise reader.fail("fields", "expected an object of named values")
+        check_fields(fields, f"{path}.fields")
         return cls(parameters, fields)
 
 
@@ -198,6 +225,51 @@ class OptimizerSpec:
             }
         reader.done()
         return cls(name, groups, state)
+
+
+def check_fields(fields: dict[str, Any], path: str) -> None:
+    """DescriptionError unless a param group's fields are of the kinds that torch's optimizers take; what they do not
+    know is the user's own."""
+    for name in NUMBERS:
+        if name in fields:
+            _number(fields[name], f"{path}.{name}", least=-math.inf if name == "dampening" else 0.0)
+    for name in FLAGS:
+        if fields.get(name) is not None and not isinstance(fields[name], bool):
+            raise DescriptionError(f"{path}.{name}: expected true, false or null")
+    if "betas" in fields:
+        betas = fields["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise DescriptionError(f"{path}.betas: expected two numbers")
+        for beta in betas:
+            _number(beta, f"{path}.betas", least=0.0)
+
+
+def _number(value: Any, path: str, least: float) -> None:
+    if type(value) not in (int, float) or not math.isfinite(value) or value < least:
+        expected = "a number" if least < 0 else f"a number from {least:g} on"
+        raise DescriptionError(f"{path}: {str(value)[:40]} is not {expected}")
+
+
+def check_scheduler(value: Any, path: str, depth: int = 0) -> dict[str, Any] | None:
+    """`value` if it is None or {"class", "state"} of a scheduler that may be named, as
+    `reconstruct.lr.scheduler_state` makes it, else DescriptionError."""
+    if value is None and depth == 0:
+        return None
+    if not isinstance(value, dict) or set(value) != {"class", "state"}:
+        raise DescriptionError(f"{path}: expected an object of class and state" + (" or null" if depth == 0 else ""))
+    if value["class"] not in SCHEDULERS:
+        raise DescriptionError(f"{path}.class: {str(value['class'])[:60]!r} is not one of {', '.join(SCHEDULERS)}")
+    state = value["state"]
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise DescriptionError(f"{path}.state: expected an object of named values")
+    if NESTED in state:
+        inner = state[NESTED]
+        if depth >= MAX_NESTED or not isinstance(inner, list) or len(inner) > MAX_SCHEDULERS:
+            limits = f"at most {MAX_SCHEDULERS} schedulers, nested {MAX_NESTED} deep"
+            raise DescriptionError(f"{path}.state.{NESTED}: expected a list of {limits}")
+        for number, one in enumerate(inner):
+            check_scheduler(one, f"{path}.state.{NESTED}[{number}]", depth + 1)
+    return value
 
 
 def read_size(value: Any, path: str) -> int:

@@ -5,8 +5,11 @@ The two tensor files load with plain safetensors; the manifest, written last, ad
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +21,11 @@ from flowcheck.snapshot import Snapshot
 from flowcheck.tensorfile import (
     DTYPES,
     DamagedFile,
+    Entry,
     Named,
-    checksum_of,
-    map_file,
-    read_header,
+    Place,
+    TensorFile,
+    is_row_major,
     to_memory_order,
     write_tensors,
 )
@@ -76,7 +80,16 @@ def write(snapshot: Snapshot, folder: Path, meter: Meter, copied: Callable[[], N
     replace_file(folder / MANIFEST, manifest.encode())
 
 
-def check(folder: Path) -> Manifest:
+def planned_bytes(snapshot: Snapshot) -> int:
+    """Bytes that a step folder of the snapshot takes at most: its tensors, and what headers and manifest say."""
+    words = json.dumps(snapshot.description.to_json(), separators=(",", ":"))
+    texts = len(words) + len(str(snapshot.groups)) + len(str(snapshot.scheduler)) + sum(map(len, snapshot.reasons))
+    names = sum(map(len, (*snapshot.tensors, *tied_names(snapshot), *snapshot.not_covered)))
+    # each of a text's words stands on a line of its own, indented; each tensor is in a header and in the manifest
+    return snapshot.nbytes + (1 << 14) + 8 * texts + 1024 * len(snapshot.tensors) + 8 * names
+
+
+def check(folder: Place) -> Manifest:
     """The manifest of a step folder whose files have the sizes it names, else DamagedFile with the reason."""
     manifest = Manifest.read(folder / MANIFEST)
     for name, record in manifest.files.items():
@@ -100,41 +113,96 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def read(folder: Path, *, verify: bool = True, progress: Callable[[int, int], None] | None = None) -> Snapshot:
-    """The snapshot in a step folder: private maps of its files, copies of what is not row-major.
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One tensor of an open step."""
+
+    record: TensorRecord
+    file: TensorFile
+    entry: Entry
+
+
+class OpenStep:
+    """A step folder whose files are open: what is removed meanwhile stays readable, what fails is DamagedFile."""
+
+    def __init__(self, folder: Place) -> None:
+        self.folder = folder
+        self.manifest = check(folder)
+        self._tensors: dict[str, _Stored] = {}
+        with contextlib.ExitStack() as stack:
+            files = {name: stack.enter_context(TensorFile(folder / name)) for name in self.manifest.files}
+            for key, record in self.manifest.tensors.items():
+                spec = record.spec
+                entry = files[record.file].header.entries.get(record.name) if record.file in files else None
+                if entry is None or (entry.dtype, entry.shape) != (DTYPES.get(spec.dtype), spec.shape):
+                    where = folder / record.file
+                    raise DamagedFile(f"{where}: tensor {record.name} is missing or not of {spec.dtype} {spec.shape}")
+                self._tensors[key] = _Stored(record, files[record.file], entry)
+            self._files = stack.pop_all()
+        self.specs = {key: record.spec for key, record in self.manifest.tensors.items()}
+
+    def load(self, key: str, meter: Meter | None = None, *, verify: bool = True) -> np.ndarray:
+        """uint8[nbytes] of one tensor in memory order; VerificationFailed if it differs from its checksum."""
+        stored = self._tensors[key]
+        data, checksum = stored.file.load(stored.entry.start, stored.entry.stop, meter)
+        if verify and checksum != stored.record.checksum:
+            raise self._differs(stored)
+        return to_memory_order(stored.record.spec, data)
+
+    def check(self, key: str) -> None:
+        """VerificationFailed if one tensor differs from its checksum; nothing of it is kept."""
+        stored = self._tensors[key]
+        if stored.file.checksum(stored.entry.start, stored.entry.stop) != stored.record.checksum:
+            raise self._differs(stored)
+
+    def read(self, key: str, offset: int, length: int) -> bytes | None:
+        """`length` bytes of a tensor at `offset` in memory order; None for one that is stored in another order."""
+        stored = self._tensors[key]
+        if not is_row_major(stored.record.spec):
+            return None
+        return stored.file.read(stored.entry.start + offset, length)
+
+    def _differs(self, stored: _Stored) -> VerificationFailed:
+        return VerificationFailed(f"{stored.file.path}: tensor {stored.record.name} differs from its checksum")
+
+    def snapshot(self, tensors: dict[str, np.ndarray]) -> Snapshot:
+        """The step as the manifest tells it, with these bytes for its tensors."""
+        manifest = self.manifest
+        return Snapshot(
+            description=manifest.description,
+            run=manifest.run,
+            epoch=manifest.epoch,
+            step=manifest.step,
+            confirmed=manifest.confirmed,
+            exact=manifest.exact,
+            reasons=manifest.reasons,
+            not_covered=manifest.not_covered,
+            groups=manifest.groups,
+            scheduler=manifest.scheduler,
+            tensors={key: (self.specs[key], data) for key, data in tensors.items()},
+        )
+
+    def close(self) -> None:
+        self._files.close()
+
+    def __enter__(self) -> OpenStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(folder: Place, *, verify: bool = True, progress: Callable[[int, int], None] | None = None) -> Snapshot:
+    """The snapshot in a step folder, in memory.
 
     VerificationFailed names the file and tensor that is missing or, with `verify`, differs from its checksum.
     """
-    manifest = check(folder)
-    mapped = {name: map_file(folder / name) for name in manifest.files}
-    headers = {name: read_header(folder / name) for name in manifest.files}
-    meter = Meter(sum(record.spec.nbytes for record in manifest.tensors.values()), progress)
-    tensors = {}
-    for key, record in manifest.tensors.items():
-        path, spec = folder / record.file, record.spec
-        entry = headers[record.file].entries.get(record.name) if record.file in headers else None
-        if entry is None or (entry.dtype, entry.shape) != (DTYPES.get(spec.dtype), spec.shape):
-            raise DamagedFile(f"{path}: tensor {record.name} is missing or not of {spec.dtype} {spec.shape}")
-        data = np.asarray(mapped[record.file][entry.start : entry.stop])
-        if verify and checksum_of(data, meter) != record.checksum:
-            raise VerificationFailed(f"{path}: tensor {record.name} differs from its checksum")
-        tensors[key] = (spec, to_memory_order(spec, data))
-    return Snapshot(
-        description=manifest.description,
-        run=manifest.run,
-        epoch=manifest.epoch,
-        step=manifest.step,
-        confirmed=manifest.confirmed,
-        exact=manifest.exact,
-        reasons=manifest.reasons,
-        not_covered=manifest.not_covered,
-        groups=manifest.groups,
-        scheduler=manifest.scheduler,
-        tensors=tensors,
-    )
+    with OpenStep(folder) as step:
+        meter = Meter(sum(spec.nbytes for spec in step.specs.values()), progress)
+        return step.snapshot({key: step.load(key, meter, verify=verify) for key in step.specs})
 
 
-def damage(folder: Path, meter: Meter | None = None) -> list[str]:
+def damage(folder: Place, meter: Meter | None = None) -> list[str]:
     """What is wrong with a step folder, one line each; every byte of it is read."""
     try:
         manifest = Manifest.read(folder / MANIFEST)
@@ -144,23 +212,26 @@ def damage(folder: Path, meter: Meter | None = None) -> list[str]:
     for name, record in manifest.files.items():
         path = folder / name
         try:
-            header = read_header(path)
-            mapped = map_file(path)
+            with TensorFile(path) as file:
+                torn = []
+                for tensor in (t for t in manifest.tensors.values() if t.file == name):
+                    entry = file.header.entries.get(tensor.name)
+                    if entry is None:
+                        torn.append(f"{path}: tensor {tensor.name} is missing")
+                    elif (entry.dtype, entry.shape) != (DTYPES.get(tensor.spec.dtype), tensor.spec.shape):
+                        torn.append(f"{path}: tensor {tensor.name} is not {tensor.spec.dtype} {tensor.spec.shape}")
+                    elif file.checksum(entry.start, entry.stop, meter) != tensor.checksum:
+                        torn.append(f"{path}: tensor {tensor.name} differs from its checksum")
+                if not torn and (file.size, file.checksum(0, file.size)) != (record.size, record.checksum):
+                    torn.append(f"{path}: differs from its checksum outside of the tensors, in the header")
         except DamagedFile as error:
-            problems.append(str(error))
-            continue
-        torn = []
-        for tensor in (t for t in manifest.tensors.values() if t.file == name):
-            entry = header.entries.get(tensor.name)
-            if entry is None:
-                torn.append(f"{path}: tensor {tensor.name} is missing")
-            elif (entry.dtype, entry.shape) != (DTYPES.get(tensor.spec.dtype), tensor.spec.shape):
-                torn.append(f"{path}: tensor {tensor.name} is not {tensor.spec.dtype} {tensor.spec.shape}")
-            elif checksum_of(mapped[entry.start : entry.stop], meter) != tensor.checksum:
-                torn.append(f"{path}: tensor {tensor.name} differs from its checksum")
-        if not torn and (mapped.nbytes, checksum_of(mapped)) != (record.size, record.checksum):
-            torn.append(f"{path}: differs from its checksum outside of the tensors, in the header")
+            torn = [str(error)]
         problems += torn
+    problems += [
+        f"{folder / MANIFEST}: tensor {key} is in {tensor.file}, which it does not name"
+        for key, tensor in manifest.tensors.items()
+        if tensor.file not in manifest.files
+    ]
     return problems
 
 

@@ -1,4 +1,5 @@
-"""Rank 0's step marker: what runs after every optimizer step, a few microseconds and never a wait.
+"""What runs after every optimizer step, a few microseconds and never a wait: rank 0's step marker, and in every rank a
+look at whether the daemon has asked for something (`flowcheck.desk`).
 
 A marker says which step is done, c10d's sequence number (the tag of the next collective), the param groups' fields
 if they changed, and canaries: single elements of gradients and parameters after the step, read straight from CPU
@@ -10,16 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flowcheck.connection import Connection
 from flowcheck.describe import Live
 from flowcheck.description import DescriptionError, encode_value
-from flowcheck.protocol import encode
+from flowcheck.desk import Desk
+from flowcheck.markerlink import MarkerLink
 from flowcheck.upload import checksums
 
 USUAL_CANARIES = 2
@@ -31,26 +33,46 @@ MULTIPLIER, INCREMENT = 6364136223846793005, 1442695040888963407  # Knuth's MMIX
 MASK = (1 << 64) - 1
 
 
+class StepCounter:
+    """Post-step hook of the ranks that send no markers."""
+
+    def __init__(self, step: int, desk: Desk) -> None:
+        self.step = step
+        self._desk = desk
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.step += 1
+        if self._desk.pending:
+            self._desk.serve(optimizer, self.step)
+
+
 class StepMarker:
-    """Post-step hook of the optimizer. `changed_since_attach` is its one-time check before the first step."""
+    """Post-step hook of rank 0's optimizer. `changed_since_attach` is its one-time check before the first step.
+
+    uploaded: whether the state was uploaded just now, so that it must not have changed by the first step.
+    """
 
     def __init__(
-        self, connection: Connection, run: str, epoch: int, step: int, sequence: int, live: Live, optimizer: Any
+        self,
+        links: Sequence[MarkerLink],
+        step: int,
+        sequence: int,
+        live: Live,
+        optimizer: Any,
+        desk: Desk,
+        *,
+        uploaded: bool = True,
     ) -> None:
         self.step = step
-        self.dropped = 0  # markers that found the queue full
+        self.sequence = sequence  # c10d's, after that step
+        self.version = 0  # changes of the param groups' fields
         self.problem: str | None = None
-        self._connection = connection
+        self._links = links
+        self._desk = desk
         self._model: DistributedDataParallel = live.model
         self._group: Any = live.model.process_group
-        self._sequence = sequence
         self._usual = -1  # collectives of the last step
-        self._run, self._epoch = run, epoch
-        head = {"v": 1, "type": "marker", "run": run, "epoch": epoch}
-        self._head = json.dumps(head)[:-1] + ',"marker":{"step":'
         self._fields = _Fields(optimizer)
-        self._version = 0
-        self._unsent = False  # a marker with changed fields was dropped: the next one repeats them
         # Gradients and parameters of CPU models can be read without a copy or a synchronisation.
         self._sampled = [
             (number, parameter, parameter.numel(), parameter.element_size(), parameter.stride())
@@ -62,8 +84,13 @@ class StepMarker:
             for spec, parameter in zip(live.parameter_specs, live.parameters, strict=True)
             if spec.index is not None
         ]
-        self._sums: dict[str, int] | None = checksums(_state(live.tensors))
-        self._tensors: dict[str, torch.Tensor] = _state(live.tensors)
+        self._tensors: dict[str, torch.Tensor] = _state(live.tensors) if uploaded else {}
+        self._sums: dict[str, int] | None = checksums(self._tensors)
+
+    @property
+    def dropped(self) -> int:
+        """Markers that were given up because a daemon was out of reach for long."""
+        return sum(link.dropped for link in self._links)
 
     def changed_since_attach(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Pre-step hook for the first step: was anything changed since it was uploaded? Frees what it needed."""
@@ -87,38 +114,46 @@ class StepMarker:
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.step += 1
         sequence = self._group._get_sequence_number_for_group()
+        collectives, self.sequence = sequence - self.sequence, sequence
+        if any(link.open for link in self._links):
+            self._tell(optimizer, collectives)
+        if self._desk.pending:
+            self._desk.serve(optimizer, self.step)
+
+    def _tell(self, optimizer: Any, collectives: int) -> None:
+        """The marker of the step that was done, to every daemon."""
         if self._fields.changed(optimizer):
-            self._version += 1
-            self._unsent = True
+            self.version += 1
+            for link in self._links:
+                link.unsent = True
         model = self._model
         if model._comm_hooks:
             self.report("a communication hook was registered after attach")
         if model._join_config.enable:
             self.report("DDP's join() is active: uneven inputs are not supported")
-        collectives, self._sequence = sequence - self._sequence, sequence
         count = USUAL_CANARIES if collectives == self._usual else MANY_CANARIES
         self._usual = collectives
         canaries = self._canaries(count) if self._sampled else ""
-        groups = "null"
-        if self._unsent:
+        groups: str | None = None
+        if any(link.unsent for link in self._links):
             try:
                 groups = self._fields.text()
             except DescriptionError as error:
                 self.report(str(error))
         problem = self._fields.problem or self.problem
-        frame = (
-            f'{self._head}{self.step},"sequence":{sequence},"version":{self._version},"groups":{groups},'
-            f'"canaries":[{canaries}],"problem":{"null" if problem is None else json.dumps(problem)},'
+        start = f'{self.step},"sequence":{self.sequence},"version":'
+        end = (
+            f',"canaries":[{canaries}],"problem":{"null" if problem is None else json.dumps(problem)},'
             f'"rebuilt":{"true" if model._has_rebuilt_buckets else "false"}}}}}'
         )
-        if self._connection.post(frame.encode()):
-            self._unsent = False
-        else:
-            self.dropped += 1
+        for link in self._links:
+            if link.open:
+                link.post(start, self.version, groups if link.unsent else None, end)
 
-    def farewell(self) -> None:
-        """Say that the last step was the last one: reductions that follow belong to no step."""
-        self._connection.post(encode("detach", run=self._run, epoch=self._epoch, step=self.step))
+    def farewell(self, linger: float) -> None:
+        """Say that the last step was the last one, and close the connections."""
+        for link in self._links:
+            link.close(self.step, linger)
 
     def _canaries(self, count: int) -> str:
         """`count` elements of as many parameters: [parameter, element, gradient bits, parameter bits] as JSON."""

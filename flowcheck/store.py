@@ -7,19 +7,17 @@ its parent fsynced, and `DIR/<run>/latest` is replaced. One process at a time wr
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
-import re
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from flowcheck import jobfile, stepfolder
-from flowcheck.description import DescriptionError, check_run_name
+from flowcheck.description import JobDescription
 from flowcheck.durable import (
     TEMPORARY,
     Meter,
@@ -30,40 +28,47 @@ from flowcheck.durable import (
     temporary,
     write_failure,
 )
-from flowcheck.errors import BadConfig, FlowcheckError, NothingRestorable, VerificationFailed
+from flowcheck.errors import FlowcheckError
 from flowcheck.jobfile import Progress
 from flowcheck.snapshot import Snapshot
-from flowcheck.tensorfile import DamagedFile
+from flowcheck.storereader import LATEST, Found, StoreReader, read_latest
 
-LATEST = "latest"
+__all__ = ["LATEST", "Found", "RunTaken", "Store", "StoreFull", "read_latest"]
 
-RESCANS = 16  # times that a reader lists a run again because the writer removed what it was about to read
-
-_EPOCH = re.compile(r"e(0|[1-9][0-9]{0,17})")
-_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+LOCK_SECONDS = 2.0  # how long a run's lock is waited for: another daemon that starts sweeps it
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A stored state that passed the cheap check: its manifest parses and its files have their sizes."""
-
-    run: str
-    epoch: int
-    step: int
-    path: Path
-    """The step folder, or the job file when no later step of its epoch is stored."""
-    written_ns: int
-    skipped: tuple[str, ...] = ()
-    """Newer states that were passed over, one line each: what is wrong with which file."""
+class RunTaken(FlowcheckError):
+    """Another process writes this run."""
 
 
-class Store:
-    """The snapshots below one folder. Only `open_epoch` and `save` lock and write."""
+class StoreFull(FlowcheckError):
+    """What is to be written does not fit; nothing of it was begun."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
+
+class Store(StoreReader[Path]):
+    """The snapshots below one folder of this machine.
+
+    limit: bytes that everything in the folder may take together; then the oldest epochs of a run make room for its
+    newest steps. None: as much as the disk has, and only `keep` removes anything.
+    report: called with a line about what was removed to make room.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        limit: int | None = None,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(Path(root))
+        self._limit = limit
+        self._report = report
         self._locks: dict[str, int] = {}
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
+        self._given: dict[tuple[str, int], bool] = {}  # epochs that were opened here -> whether they have been on disk
+        self._above: dict[str, int] = {}  # newest epoch of a run that is known to be elsewhere
+        self._proven: dict[str, tuple[int, int]] = {}  # a step of each run that was written here, or read whole
 
     def close(self) -> None:
         """Give up the write locks."""
@@ -80,55 +85,77 @@ class Store:
     ) -> None:
         self.close()
 
-    # names
+    # epochs
 
-    def run_folder(self, run: str) -> Path:
-        return self.root / check_run_name(run)
+    def open_epoch(self, run: str, report: Callable[[str], None] | None = None) -> int:
+        """Create the next free epoch of `run` (the first is 1) and return its number.
 
-    def epoch_folder(self, run: str, epoch: int) -> Path:
-        return self.run_folder(run) / f"e{epoch}"
+        Takes the run's write lock and removes what dead writers left unfinished. RunTaken if another process writes
+        this run. A disk that fails is NoPermission or FlowcheckError; with `report` it costs a line there and no
+        epoch: the first write that succeeds creates its folder.
+        """
+        try:
+            epoch = max(*self.epochs(run), 0, self._above.get(run, 0), *self._given_to(run)) + 1
+        except FlowcheckError:
+            if report is None:
+                raise
+            # the epochs before it cannot be listed: the clock is beyond all that were counted
+            epoch = max(int(time.time()), 1 + max(self._given_to(run), default=0))
+        self._given[run, epoch] = False
+        try:
+            self._ensure(run, epoch)
+        except RunTaken:
+            raise
+        except FlowcheckError as error:
+            if report is None:
+                raise
+            report(str(error))
+        return epoch
 
-    def step_folder(self, run: str, epoch: int, step: int) -> Path:
-        return self.epoch_folder(run, epoch) / f"step-{step}"
+    def reserve(self, run: str, epoch: int) -> None:
+        """Epochs of `run` up to this one are elsewhere: the next one that is opened here lies above."""
+        self._above[run] = max(epoch, self._above.get(run, 0))
 
-    def job_file(self, run: str, epoch: int) -> Path:
-        """Where `jobfile.write` puts the description and initial state of an epoch."""
-        return self.epoch_folder(run, epoch) / jobfile.JOB_FILE
+    def _given_to(self, run: str) -> list[int]:
+        return [epoch for name, epoch in self._given if name == run]
 
-    def markers_file(self, run: str, epoch: int) -> Path:
-        return self.epoch_folder(run, epoch) / jobfile.MARKERS_FILE
-
-    def runs(self) -> list[str]:
-        """Names of the runs, sorted; [] if the folder does not exist."""
-        names: list[str] = []
-        for path in _children(self.root):
-            with contextlib.suppress(DescriptionError):
-                names += [check_run_name(path.name)] if any(_numbers(path, _EPOCH)) else []
-        return sorted(names)
-
-    def epochs(self, run: str) -> list[int]:
-        return sorted(_numbers(self.run_folder(run), _EPOCH))
-
-    def steps(self, run: str, epoch: int) -> list[int]:
-        """Steps that have a folder, ascending; whether they are whole is not looked at."""
-        return sorted(_numbers(self.epoch_folder(run, epoch), _STEP))
+    def _ensure(self, run: str, epoch: int) -> None:
+        """Take the run's lock; create the epoch's folder if it was opened here and is not there (yet, or any more)."""
+        self._lock(run)
+        folder = self.epoch_folder(run, epoch)
+        if (run, epoch) not in self._given:
+            if not folder.is_dir():
+                raise FlowcheckError(f"{folder} does not exist: open an epoch of run {run} first")
+            return
+        try:
+            make_folder(folder.parent)
+            try:
+                folder.mkdir()
+                sync_folder(folder.parent)
+            except FileExistsError:
+                if not self._given[run, epoch]:
+                    problem = f"{folder} is of an earlier time, when this one could not be listed"
+                    raise FlowcheckError(f"{problem}: attach again") from None
+        except OSError as error:
+            raise write_failure(f"a new epoch of run {run}", self.root, error) from None
+        self._given[run, epoch] = True
 
     # writing
 
-    def open_epoch(self, run: str) -> int:
-        """Create the next free epoch of `run` (the first is 1) and return its number.
-
-        Takes the run's write lock and removes what dead writers left unfinished. FlowcheckError if another
-        process writes this run, NoPermission or FlowcheckError if the folder cannot be written.
-        """
-        self._lock(run)
-        try:
-            epoch = max(self.epochs(run), default=0) + 1
-            self.epoch_folder(run, epoch).mkdir()
-            sync_folder(self.run_folder(run))
-        except OSError as error:
-            raise write_failure(f"a new epoch of run {run}", self.root, error) from None
-        return epoch
+    def write_job(
+        self,
+        run: str,
+        epoch: int,
+        description: JobDescription,
+        tensors: jobfile.Tensors,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> None:
+        """Write an epoch's job file, if it fits. Errors as in `save` and `jobfile.write`."""
+        self._ensure(run, epoch)
+        nbytes = sum(data.nbytes for _, data in tensors.values())
+        text = len(str(description.to_json()))
+        self._make_room(run, epoch, nbytes + 2 * text + 256 * len(tensors) + (1 << 14), f"the job file of run {run}")
+        jobfile.write(self.job_file(run, epoch), description, tensors, should_stop=should_stop)
 
     def save(
         self,
@@ -145,256 +172,229 @@ class Store:
         after every chunk and once more after the last byte was read: whoever revokes the arrays makes it true
         first, then nothing of the step is stored (`durable.Aborted`). `copied` is called when the arrays are
         no longer needed, before the slow fsync. A step that is already stored whole is left as it is.
-        FlowcheckError on a full or failing disk: the temporary folder is gone, older steps are untouched.
+        StoreFull if it does not fit: nothing was begun. FlowcheckError on a full or failing disk: the temporary
+        folder is gone, older steps are untouched.
         """
         run, epoch, step = snapshot.run, snapshot.epoch, snapshot.step
         folder = self.step_folder(run, epoch, step)
-        if not folder.parent.is_dir():
-            raise FlowcheckError(f"{folder.parent} does not exist: open an epoch of run {run} first")
-        self._lock(run)
-        if not stepfolder.is_whole(folder):
-            aside = temporary(folder)
-            meter = Meter(sum(spec.nbytes for spec, _ in snapshot.tensors.values()), progress, should_stop)
-            try:
-                stepfolder.write(snapshot, aside, meter, copied)
-                _publish(aside, folder)
-            except OSError as error:
-                remove(aside)
-                raise write_failure(f"step {step} of run {run}", folder, error) from None
-            except BaseException:
-                remove(aside)
-                raise
-        elif copied is not None:
-            copied()
+        self._ensure(run, epoch)
+        if stepfolder.is_whole(folder):
+            if copied is not None:
+                copied()
+            self._point(run, epoch, step)
+            return folder
+        self._make_room(run, epoch, stepfolder.planned_bytes(snapshot), f"step {step} of run {run}", keep)
+        aside = temporary(folder)
+        meter = Meter(snapshot.nbytes, progress, should_stop)
+        try:
+            stepfolder.write(snapshot, aside, meter, copied)
+            if os.path.lexists(folder):  # a damaged step of the same number makes room for the whole one
+                self._discard(run, epoch, [step])
+            os.rename(aside, folder)
+            sync_folder(folder.parent)
+        except OSError as error:
+            remove(aside)
+            raise write_failure(f"step {step} of run {run}", folder, error) from None
+        except BaseException:
+            remove(aside)
+            raise
+        self._proven[run] = epoch, step
         self._point(run, epoch, step)
         if keep is not None:
             self._retain(run, epoch, max(1, keep))
         return folder
+
+    def withdraw(self, run: str, epoch: int, first: int) -> list[int]:
+        """Remove the steps of an epoch from `first` on: they are wrong, nobody may restore them. Returns which.
+
+        FlowcheckError if one could not be removed; the others are.
+        """
+        wrong = [step for step in self.steps(run, epoch) if step >= first]
+        try:
+            self._discard(run, epoch, wrong)
+        except OSError as error:
+            raise write_failure(f"the removal of steps from {first} on", self.epoch_folder(run, epoch), error) from None
+        return wrong
+
+    def _discard(self, run: str, epoch: int, steps: list[int]) -> None:
+        """Remove steps; `latest` goes back first, so that it names a step that is there at every moment."""
+        self._leave(run, lambda stored, step: stored == epoch and step in steps)
+        failure: OSError | None = None
+        for step in steps:
+            folder = self.step_folder(run, epoch, step)
+            doomed = temporary(folder)
+            try:
+                os.rename(folder, doomed)
+            except OSError as error:
+                failure = error
+                continue
+            remove(doomed)
+        if failure is not None:
+            raise failure
+
+    def _leave(self, run: str, goes: Callable[[int, int], bool]) -> None:
+        """Let `latest` name the newest whole step that stays, if the one that it names goes; none: no `latest`."""
+        named = read_latest(path := self.run_folder(run) / LATEST)
+        if named is None or not goes(*named):
+            return
+        for epoch in reversed(self.epochs(run)):
+            for step in reversed(self.steps(run, epoch)):
+                if not goes(epoch, step) and stepfolder.is_whole(self.step_folder(run, epoch, step)):
+                    replace_file(path, _pointer(epoch, step))
+                    return
+        path.unlink(missing_ok=True)
+        sync_folder(path.parent)
 
     def _point(self, run: str, epoch: int, step: int) -> None:
         named = read_latest(path := self.run_folder(run) / LATEST)
         if named is not None and named >= (epoch, step) and self.step_folder(run, *named).is_dir():
             return
         try:
-            replace_file(path, f"e{epoch}/step-{step}\n".encode())
+            replace_file(path, _pointer(epoch, step))
         except OSError as error:
             raise write_failure(f"the name of the newest step of run {run}", path, error) from None
 
-    def _retain(self, run: str, epoch: int, keep: int) -> None:
-        """Remove the steps of this epoch below its last `keep` whole ones, never the one `latest` names."""
-        whole = 0
-        named = read_latest(self.run_folder(run) / LATEST)
-        for step in reversed(self.steps(run, epoch)):
-            folder = self.step_folder(run, epoch, step)
-            if whole < keep:
-                whole += stepfolder.is_whole(folder)
-            elif named != (epoch, step):
-                doomed = temporary(folder)
-                try:
-                    os.rename(folder, doomed)
-                except OSError as error:
-                    raise write_failure(f"the removal of step {step}", folder, error) from None
-                remove(doomed)
+    # room
 
-    def _lock(self, run: str) -> None:
+    def _make_room(self, run: str, epoch: int, need: int, what: str, keep: int | None = None) -> None:
+        """StoreFull unless `need` bytes fit. What the write would let go anyway goes before it, if that helps."""
+        if self._lack(need) and keep is not None:
+            self._retain(run, epoch, max(1, keep - 1))
+        older = self.epochs(run) if self._limit is not None else []
+        for number in older:
+            if not self._lack(need):
+                break
+            if number < epoch and self._good_after(run, number):
+                self._remove_epoch(run, number, what)
+        problem = self._lack(need)
+        if problem:
+            raise StoreFull(f"{what} needs {_size(need)}, {problem}; nothing of it was written")
+
+    def _lack(self, need: int) -> str:
+        """Why `need` more bytes do not fit, and what to do; "" if they do."""
+        try:
+            disk = os.statvfs(self.root)
+        except OSError:
+            return ""  # the write itself will say what is wrong
+        free = disk.f_bavail * disk.f_frsize
+        if need > free:
+            return f"{self.root} has {_size(free)} free: free space or keep fewer steps"
+        if self._limit is not None:
+            used = _folder_bytes(self.root)
+            if need > self._limit - used:
+                limit = f"the store takes {_size(used)} of its {_size(self._limit)}"
+                return f"{limit}: raise --store-gib or keep fewer steps"
+        return ""
+
+    def _good(self, run: str, epoch: int, step: int) -> bool:
+        """Whether a step was written here, or every byte of it was read and fits: something to fall back on."""
+        folder = self.step_folder(run, epoch, step)
+        if self._proven.get(run) == (epoch, step):
+            return stepfolder.is_whole(folder)
+        if stepfolder.damage(folder):
+            return False
+        self._proven[run] = epoch, step
+        return True
+
+    def _good_after(self, run: str, epoch: int) -> bool:
+        later = [number for number in reversed(self.epochs(run)) if number > epoch]
+        return any(self._good(run, number, step) for number in later for step in reversed(self.steps(run, number)))
+
+    def _remove_epoch(self, run: str, epoch: int, what: str) -> None:
+        folder = self.epoch_folder(run, epoch)
+        doomed = temporary(folder)
+        try:
+            self._leave(run, lambda stored, _: stored == epoch)
+            os.rename(folder, doomed)
+        except OSError as error:
+            raise write_failure(f"the removal of epoch {epoch}", folder, error) from None
+        remove(doomed)
+        if self._report is not None:
+            self._report(f"epoch {epoch} of run {run} was removed from {self.root} to make room for {what}")
+
+    def _retain(self, run: str, epoch: int, keep: int) -> None:
+        """Remove the steps of this epoch below its last `keep` whole ones, unless nothing good would be left."""
+        kept: list[int] = []
+        doomed: list[int] = []
+        for step in reversed(self.steps(run, epoch)):
+            if len(kept) >= keep:
+                doomed.append(step)
+            elif stepfolder.is_whole(self.step_folder(run, epoch, step)):
+                kept.append(step)
+        if doomed and any(self._good(run, epoch, step) for step in kept):
+            try:
+                self._discard(run, epoch, doomed)
+            except OSError as error:
+                raise write_failure("the removal of old steps", self.epoch_folder(run, epoch), error) from None
+
+    # what dead writers left
+
+    def sweep(self) -> None:
+        """Remove the unfinished files of runs that nobody writes; `latest` names a step that is there, or goes."""
+        for run in self.runs():
+            with self._guard:
+                if run in self._locks:
+                    continue
+                try:
+                    self._lock(run, patience=0)
+                except RunTaken:
+                    continue
+                os.close(self._locks.pop(run))
+
+    def _lock(self, run: str, patience: float = LOCK_SECONDS) -> None:
         with self._guard:
             if run in self._locks:
                 return
             folder = self.run_folder(run)
             try:
                 make_folder(folder)
-                descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+                descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             except OSError as error:
                 raise write_failure(f"run {run}", self.root, error) from None
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._wait_for_lock(run, descriptor, time.monotonic() + patience)
                 # no other writer lives while the lock is held: every unfinished name is a dead one's
                 for path in (folder, *(self.epoch_folder(run, epoch) for epoch in self.epochs(run))):
                     for child in path.iterdir():
                         if child.name.startswith(TEMPORARY):
                             remove(child)
-            except OSError as error:
+                self._leave(run, lambda epoch, step: not self.step_folder(run, epoch, step).is_dir())
+            except BaseException as error:
                 os.close(descriptor)
-                if error.errno != errno.EWOULDBLOCK:
+                if isinstance(error, OSError):
                     raise write_failure(f"run {run}", self.root, error) from None
-                problem = f"another flowcheck writes run {run} in {self.root}"
-                raise FlowcheckError(f"{problem}: stop it, or use another run or store") from None
+                raise
             self._locks[run] = descriptor
 
-    # reading
-
-    def newest(self, run: str | None = None, epoch: int | None = None) -> Found:
-        """The newest whole state of `run`: highest epoch, then highest step, walking back over damaged ones.
-
-        Without `run`, of the run that was written last. The state at attach (the job file) counts as the
-        first step of its epoch. `Found.skipped` names what was passed over. NothingRestorable if no state is
-        whole.
-        """
-        found: Found | None = None
-        problems: list[str] = []
-        for name in [run] if run is not None else self.runs():
-            passed: list[str] = []
-            for candidate in self._states(name, epoch):
-                if isinstance(candidate, Found):
-                    if found is None or candidate.written_ns > found.written_ns:
-                        found = replace(candidate, skipped=tuple(passed))
-                    break
-                passed.append(candidate)
-            else:
-                problems += passed
-        if found is None:
-            raise self._nothing(run, problems)
-        return found
-
-    def find(self, run: str | None = None, step: int | str = "latest", epoch: int | None = None) -> Found:
-        """The newest state, or that of a given step, of the highest epoch that has it unless `epoch` is set.
-
-        A given step that is damaged is VerificationFailed, never another timeline's step of the same number.
-        """
-        if step == "latest":
-            return self.newest(run, epoch)
-        if run is None:
-            run = self.newest().run
-        for number, stored, path in self._candidates(run, epoch):
-            if stored is not None and stored != step:
-                continue
+    def _wait_for_lock(self, run: str, descriptor: int, deadline: float) -> None:
+        while True:
             try:
-                found = self._check(run, number, stored, path)
-            except VerificationFailed as error:
-                if stored is None:  # a job file that cannot say its step: it proves nothing about this one
-                    continue
-                raise VerificationFailed(f"step {step} of run {run}, epoch {number}: {error}") from None
-            if found.step == step:
-                return found
-        steps = {n for e in self.epochs(run) for n in self.steps(run, e)}
-        there = f"stored are {len(steps)} steps, {min(steps)} to {max(steps)}" if steps else "no step is stored"
-        raise NothingRestorable(f"{self.root}: run {run} has no step {step}; {there}")
-
-    def load(
-        self,
-        run: str | None = None,
-        step: int | str = "latest",
-        epoch: int | None = None,
-        *,
-        verify: bool = True,
-        progress: Progress | None = None,
-        skipped: Callable[[str], None] | None = None,
-    ) -> Snapshot:
-        """A stored state; its arrays are private maps of the files (those that are not row-major, copies).
-
-        With `verify`, every tensor is compared with its checksum first. For `latest`, damaged states are
-        passed over, those found by checksum too, and `skipped` is called with a line about each.
-        NothingRestorable if there is no such state, VerificationFailed if the given step is damaged.
-        """
-        if step != "latest":
-            return read_state(self.find(run, step, epoch), verify=verify, progress=progress)
-        if run is None:
-            run = self.newest().run
-        passed: list[str] = []
-        for candidate in self._states(run, epoch):
-            problem = candidate
-            if isinstance(candidate, Found):
-                try:
-                    return read_state(candidate, verify=verify, progress=progress)
-                except VerificationFailed as error:
-                    if not candidate.path.exists():
-                        continue
-                    problem = str(error)
-            passed.append(str(problem))
-            if skipped is not None:
-                skipped(str(problem))
-        raise self._nothing(run, passed)
-
-    def _states(self, run: str, epoch: int | None) -> Iterator[Found | str]:
-        """The run's states from the newest on; for a damaged one, the line that says what is wrong.
-
-        A writer may remove old steps meanwhile, all that were listed if the reader is slow: then newer ones
-        are there, and the list is made again.
-        """
-        told: set[Path] = set()
-        for _ in range(RESCANS):
-            vanished = False
-            for number, step, path in self._candidates(run, epoch):
-                if path in told:
-                    continue
-                try:
-                    yield self._check(run, number, step, path)
-                except VerificationFailed as error:
-                    if path.exists():
-                        told.add(path)
-                        yield str(error)
-                vanished = vanished or not path.exists()
-            if not vanished:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
+            except OSError as error:
+                if error.errno != errno.EWOULDBLOCK:
+                    raise
+            if time.monotonic() >= deadline:
+                problem = f"another flowcheck writes run {run} in {self.root}"
+                raise RunTaken(f"{problem}: stop it, or use another run or store")
+            time.sleep(0.05)
 
-    def _candidates(self, run: str, epoch: int | None) -> Iterator[tuple[int, int | None, Path]]:
-        """(epoch, step, path), newest first; step None: the epoch's job file."""
-        for number in reversed(self.epochs(run) if epoch is None else [epoch]):
-            for step in reversed(self.steps(run, number)):
-                yield number, step, self.step_folder(run, number, step)
-            job = self.job_file(run, number)
-            if job.exists():
-                yield number, None, job
 
-    def _check(self, run: str, epoch: int, step: int | None, path: Path) -> Found:
-        if step is None:
+def _pointer(epoch: int, step: int) -> bytes:
+    return f"e{epoch}/step-{step}\n".encode()
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Bytes of all files below `folder`; what goes meanwhile does not count."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
             try:
-                description = jobfile.describe(path)
-            except BadConfig as error:
-                raise DamagedFile(str(error)) from None
-            return Found(run, epoch, description.step, path, path.stat().st_mtime_ns)
-        manifest = stepfolder.check(path)
-        if (manifest.run, manifest.epoch, manifest.step) != (run, epoch, step):
-            holds = f"step {manifest.step} of run {manifest.run}, epoch {manifest.epoch}"
-            raise DamagedFile(f"{path}: its manifest says {holds}; the folder was moved")
-        return Found(run, epoch, step, path, manifest.written_ns)
-
-    def _nothing(self, run: str | None, problems: list[str]) -> NothingRestorable:
-        where = self.root if run is None else f"{self.root}: run {run}"
-        if not problems and run is not None and self.runs():
-            problems = [f"runs there: {', '.join(self.runs()[:8])}"]
-        return NothingRestorable("; ".join([f"{where} holds no whole flowcheck snapshot", *problems[:8]]))
+                total += os.lstat(os.path.join(where, name)).st_size
+            except OSError:
+                continue
+    return total
 
 
-def read_state(found: Found, *, verify: bool = True, progress: Progress | None = None) -> Snapshot:
-    """The snapshot at `found.path`; VerificationFailed names the tensor that differs from its checksum."""
-    if found.path.is_file():
-        return jobfile.snapshot(found.path, found.epoch, verify=verify)
-    return stepfolder.read(found.path, verify=verify, progress=progress)
-
-
-def read_latest(path: Path) -> tuple[int, int] | None:
-    """(epoch, step) of a `latest` file; None if there is none or it cannot be read."""
-    try:
-        epoch, _, step = path.read_text("ascii")[:64].strip().partition("/")
-    except (OSError, ValueError):
-        return None
-    if not _EPOCH.fullmatch(epoch) or not _STEP.fullmatch(step):
-        return None
-    return int(epoch[1:]), int(step[5:])
-
-
-def _publish(aside: Path, folder: Path) -> None:
-    if folder.exists():  # a damaged step of the same number makes room for the whole one
-        damaged = temporary(folder)
-        os.rename(folder, damaged)
-        remove(damaged)
-    os.rename(aside, folder)
-    sync_folder(folder.parent)
-
-
-def _children(folder: Path) -> list[Path]:
-    try:
-        # what the names are is not asked: an entry that goes meanwhile must be met as gone, not overlooked
-        return list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise FlowcheckError(f"cannot read {folder}: {error.strerror}") from None
-
-
-def _numbers(folder: Path, pattern: re.Pattern[str]) -> Iterator[int]:
-    for path in _children(folder):
-        match = pattern.fullmatch(path.name)
-        if match:
-            yield int(match.group(1))
+def _size(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"

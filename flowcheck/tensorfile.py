@@ -1,4 +1,4 @@
-"""safetensors files, written as a stream and read as a map, without torch.
+"""safetensors files, written as a stream and read piece by piece, without torch.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header of
 name -> {dtype, shape, data_offsets} plus `__metadata__` (text -> text), then the tensors' bytes, row-major
@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import xxhash
@@ -23,6 +23,7 @@ import xxhash
 from flowcheck.description import TensorSpec
 from flowcheck.durable import Meter
 from flowcheck.errors import FlowcheckError, VerificationFailed
+from flowcheck.remote import RemotePath
 
 CHUNK = 8 << 20
 """Bytes between two looks at the meter, and the most that one turned piece of a tensor takes."""
@@ -47,6 +48,9 @@ _WORDS: dict[int, np.dtype[Any]] = {
     size: np.dtype(code) for size, code in {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}.items()
 }
 
+Place = Path | RemotePath
+"""Where a stored file or folder lies."""
+
 Named = tuple[str, TensorSpec, np.ndarray]
 """Name in the file, spec, uint8[nbytes] in memory order."""
 
@@ -69,8 +73,6 @@ class Entry:
 class Header:
     metadata: dict[str, str]
     entries: dict[str, Entry]
-    size: int
-    """Bytes that the whole file must have."""
 
 
 def is_row_major(spec: TensorSpec) -> bool:
@@ -185,35 +187,126 @@ def write_tensors(file: BinaryIO, tensors: Sequence[Named], metadata: dict[str, 
     return Written(size, whole.hexdigest(), checksums)
 
 
-def read_header(path: Path) -> Header:
-    """The checked header of a file; `DamagedFile` unless its tensors fill the file without gap or overlap."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
-            if length > min(MAX_HEADER, size - 8):
-                raise DamagedFile(f"{path}: cut short or not a safetensors file ({size} bytes)")
-            text = file.read(length)
-    except FileNotFoundError:
-        raise DamagedFile(f"{path}: missing") from None
-    except OSError as error:
-        raise DamagedFile(f"{path}: {error.strerror}") from None
-    try:
-        raw = json.loads(text)
-        metadata = raw.pop("__metadata__", {})
-        entries = {name: _entry(item, 8 + length) for name, item in raw.items()}
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("metadata that is not text")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedFile(f"{path}: its header cannot be read ({error})") from None
-    end = 8 + length
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != end:
-            raise DamagedFile(f"{path}: tensor {name:.100} does not start where the one before it ends")
-        end = entry.stop
-    if end != size:
-        raise DamagedFile(f"{path}: {size} bytes, its header says {end}")
-    return Header(metadata, entries, end)
+class RawFile:
+    """An open file whose bytes are read, never mapped: where a disk fails, that is an error and not the end of the
+    process. Any thread may read. DamagedFile names the file for whatever is wrong with it.
+    """
+
+    def __init__(self, path: Place) -> None:
+        self.path = path
+        self._descriptor = -1
+        try:
+            if isinstance(path, RemotePath):
+                self.size = path.stat().st_size
+            else:
+                # a pipe in the place of a file must not be waited for
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                self.size = os.fstat(self._descriptor).st_size
+        except OSError as error:
+            raise self._damaged(error) from None
+
+    def read(self, start: int, length: int) -> bytes:
+        """Exactly `length` bytes from byte `start` on."""
+        data = bytearray(length)
+        self.fill(start, memoryview(data))
+        return bytes(data)
+
+    def fill(self, start: int, target: memoryview) -> None:
+        """Fill `target` (bytes) from byte `start` on."""
+        done = 0
+        while done < len(target):
+            try:
+                if isinstance(self.path, RemotePath):
+                    piece = self.path.read_at(start + done, min(CHUNK, len(target) - done))
+                    target[done : done + len(piece)] = piece
+                    got = len(piece)
+                else:
+                    got = os.preadv(self._descriptor, [target[done : done + CHUNK]], start + done)
+            except OSError as error:
+                raise self._damaged(error) from None
+            if got == 0:
+                raise DamagedFile(f"{self.path}: cut short, it ends at byte {start + done}")
+            done += got
+
+    def checksum(self, start: int, stop: int, meter: Meter | None = None) -> str:
+        """xxh3_128 of the bytes [start, stop), hexadecimal, read in chunks."""
+        state = xxhash.xxh3_128()
+        buffer = memoryview(bytearray(min(CHUNK, stop - start)))
+        for at in range(start, stop, CHUNK):
+            chunk = buffer[: min(CHUNK, stop - at)]
+            self.fill(at, chunk)
+            state.update(chunk)
+            if meter is not None:
+                meter.advance(len(chunk))
+        return state.hexdigest()
+
+    def load(self, start: int, stop: int, meter: Meter | None = None) -> tuple[np.ndarray, str]:
+        """uint8[stop - start] and the checksum of exactly these bytes."""
+        data = np.empty(stop - start, np.uint8)
+        state = xxhash.xxh3_128()
+        for at in range(0, data.nbytes, CHUNK):
+            chunk = data[at : at + CHUNK].data
+            self.fill(start + at, chunk)
+            state.update(chunk)
+            if meter is not None:
+                meter.advance(chunk.nbytes)
+        return data, state.hexdigest()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _damaged(self, error: OSError) -> DamagedFile:
+        reason = "missing" if isinstance(error, FileNotFoundError) else error.strerror
+        return DamagedFile(f"{self.path}: {reason}")
+
+
+class TensorFile(RawFile):
+    """An open safetensors file and its checked header: its tensors fill it without gap or overlap."""
+
+    def __init__(self, path: Place) -> None:
+        super().__init__(path)
+        try:
+            self.header = self._header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _header(self) -> Header:
+        path, size = self.path, self.size
+        length = struct.unpack("<Q", self.read(0, 8))[0] if size >= 8 else MAX_HEADER + 1
+        if length > min(MAX_HEADER, size - 8):
+            raise DamagedFile(f"{path}: cut short or not a safetensors file ({size} bytes)")
+        text = self.read(8, length)
+        try:
+            raw = json.loads(text)
+            metadata = raw.pop("__metadata__", {})
+            entries = {name: _entry(item, 8 + length) for name, item in raw.items()}
+            if not all(isinstance(value, str) for value in metadata.values()):
+                raise ValueError("metadata that is not text")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedFile(f"{path}: its header cannot be read ({error!s:.200})") from None
+        end = 8 + length
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if entry.start != end:
+                raise DamagedFile(f"{path}: tensor {name:.100} does not start where the one before it ends")
+            end = entry.stop
+        if end != size:
+            raise DamagedFile(f"{path}: {size} bytes, its header says {end}")
+        return Header(metadata, entries)
+
+
+def read_header(path: Place) -> Header:
+    """The checked header of a file; DamagedFile unless its tensors fill the file without gap or overlap."""
+    with TensorFile(path) as file:
+        return file.header
 
 
 def _entry(item: dict[str, Any], base: int) -> Entry:
@@ -225,22 +318,6 @@ def _entry(item: dict[str, Any], base: int) -> Entry:
     return Entry(dtype, shape, base + start, base + stop)
 
 
-def map_file(path: Path) -> np.ndarray:
-    """uint8[size]: the file as private memory; pages come in when touched, writes to them stay in memory."""
-    try:
-        return np.memmap(path, np.uint8, "c")
-    except FileNotFoundError:
-        raise DamagedFile(f"{path}: missing") from None
-    except (OSError, ValueError) as error:
-        raise DamagedFile(f"{path}: {error}") from None
-
-
-def checksum_of(data: np.ndarray, meter: Meter | None = None) -> str:
-    """xxh3_128 of uint8 bytes, hexadecimal, taken in chunks."""
-    state = xxhash.xxh3_128()
-    for start in range(0, data.nbytes, CHUNK):
-        chunk = data[start : start + CHUNK].data
-        state.update(chunk)
-        if meter is not None:
-            meter.advance(chunk.nbytes)
-    return state.hexdigest()
+def checksum_of(data: np.ndarray) -> str:
+    """xxh3_128 of uint8 bytes in memory, hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data.data)

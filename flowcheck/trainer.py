@@ -1,16 +1,21 @@
 """The trainer's side of flowcheck: one call after model and optimizer exist, and nothing else in the training loop.
 
 `attach` describes the job to the daemon and uploads the state; from then on rank 0 sends a step marker after every
-`optimizer.step()` (`flowcheck.stephook`) and once the rebuilt bucket layout. A job that cannot be followed, or no
-daemon, costs one warning and training goes on uncovered, unless `strict=True` asks for an error.
+`optimizer.step()` (`flowcheck.stephook`) and once the rebuilt bucket layout, and an agent in every rank answers what
+the daemon asks (`flowcheck.agent`). A job that cannot be followed, or no daemon, costs one warning and training goes on
+uncovered, unless `strict=True` asks for an error; a daemon that comes up later joins then.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
+import time
 import warnings
 import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,12 +23,17 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck import nccl_facts, peers
+from flowcheck.agent import Agent
 from flowcheck.agreement import Agreement
-from flowcheck.connection import Connection
-from flowcheck.describe import Live, describe, parse_layout
+from flowcheck.connection import Connection, Unreachable
+from flowcheck.describe import Live, describe
 from flowcheck.description import GroupRecord, check_run_name
+from flowcheck.desk import Desk
 from flowcheck.errors import FlowcheckError, UsageError
-from flowcheck.stephook import StepMarker
+from flowcheck.latejoin import LateJoin
+from flowcheck.livestate import LiveState
+from flowcheck.markerlink import MARKER_QUEUE, MarkerLink
+from flowcheck.stephook import StepCounter, StepMarker
 from flowcheck.supported import Refused, backend_of
 from flowcheck.upload import upload
 
@@ -32,11 +42,8 @@ ATTACH_TIMEOUT_S = 10.0
 COLLECT_S = 300.0
 """How long rank 0 waits for the other ranks to call attach."""
 UPLOAD_S = 3600.0
-MARKER_QUEUE = 1000
-"""Markers held while the daemon cannot be reached; beyond them they are dropped and the daemon notices."""
 LINGER_S = 1.0
-LAYOUT_POLL_S = 0.1
-LAYOUT_TRIES = 20
+MAX_ENDPOINTS = 8
 
 _handles: weakref.WeakKeyDictionary[Any, Handle] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -45,8 +52,9 @@ _lock = threading.Lock()
 class Handle:
     """What `attach` returns, on every rank. Keeping it is optional: the optimizer's hooks keep it alive.
 
-    covered: whether the daemon follows this job; reason: why not; exact and reasons: whether the daemon's steps are
-    bit-exact, and why not; run and epoch: where the job's steps are found.
+    The outcome of the attach itself, whatever daemon joins later: covered: whether the daemon follows this job; reason:
+    why not; exact and reasons: whether the daemon's steps are bit-exact, and why not; run and epoch: where the job's
+    steps are found.
     """
 
     def __init__(self, outcome: dict[str, Any], step: int) -> None:
@@ -58,18 +66,24 @@ class Handle:
         self.reasons: list[str] = outcome.get("reasons", [])
         self._step = step
         self._removers: list[Any] = []
-        self._marker: StepMarker | None = None
+        self._hook: StepMarker | StepCounter | None = None
+        self._agents: list[Agent] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._step if self._marker is None else self._marker.step
+        return self._step if self._hook is None else self._hook.step
 
     @property
     def dropped(self) -> int:
         """Markers that could not be sent because the daemon was out of reach for long (rank 0)."""
-        return 0 if self._marker is None else self._marker.dropped
+        return self._hook.dropped if isinstance(self._hook, StepMarker) else 0
+
+    @property
+    def repair(self) -> dict[str, dict[str, int]]:
+        """What this rank was asked for and gave, by daemon's endpoint: see `flowcheck.agent.AgentCounters`."""
+        return {agent.endpoint: asdict(agent.counters) for agent in self._agents}
 
     def close(self) -> None:
         """Stop sending markers. Waits at most a second for those on the way; safe to call twice."""
@@ -81,41 +95,35 @@ class Handle:
         if self._finalizer is not None:
             self._finalizer()
 
-    def _follow(self, marker: StepMarker, connection: Connection, live: Live, optimizer: Any) -> None:
-        """Rank 0: put the hooks in place and start looking for the rebuilt layout."""
-        self._marker = marker
+    def _follow(self, hook: StepMarker | StepCounter, agents: list[Agent], optimizer: Any, model: Any) -> None:
+        """Put the hooks in place and start the agents. model: the live DDP model."""
+        self._hook, self._agents = hook, agents
+        self._removers.append(optimizer.register_step_post_hook(hook))
+        if isinstance(hook, StepMarker):
+            self._watch(hook, optimizer, model)
+        for agent in agents:
+            agent.start()
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), agents, hook)
+
+    def _watch(self, marker: StepMarker, optimizer: Any, model: Any) -> None:
+        """Rank 0: notice what ends the following of the job."""
 
         def once(optimizer: Any, args: Any, kwargs: Any) -> None:
             first.remove()
             marker.changed_since_attach(optimizer, args, kwargs)
 
+        def loaded(*_: Any) -> None:
+            marker.report("load_state_dict() was called on the model after attach: attach again")
+
         first = optimizer.register_step_pre_hook(once)
         self._removers += [
             first,
-            optimizer.register_step_post_hook(marker),
             optimizer.register_load_state_dict_post_hook(
                 lambda _: marker.report("optimizer.load_state_dict() was called after attach: attach again")
             ),
-            live.model.register_load_state_dict_post_hook(
-                lambda *_: marker.report("load_state_dict() was called on the model after attach: attach again")
-            ),
-            live.model.module.register_load_state_dict_post_hook(
-                lambda *_: marker.report("load_state_dict() was called on the model after attach: attach again")
-            ),
+            model.register_load_state_dict_post_hook(loaded),
+            model.module.register_load_state_dict_post_hook(loaded),
         ]
-        layout = None
-        if live.ddp.rebuilt_buckets is None:
-            layout = _LayoutThread(connection.endpoint, self.run or "", self.epoch or 0, live.model)
-            layout.start()
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), connection, layout, marker)
-
-    def _count(self, optimizer: Any) -> None:
-        """The other ranks: count steps, send nothing."""
-
-        def count(*_: Any) -> None:
-            self._step += 1
-
-        self._removers.append(optimizer.register_step_post_hook(count))
 
 
 def attach(
@@ -131,30 +139,34 @@ def attach(
     """Have the checkpoint node follow this job. All ranks call it, between loading a checkpoint and the next step.
 
     step: optimizer steps already done; scheduler: an LR scheduler, so that steps whose marker is lost can be
-    followed too; endpoint: the daemon's, default FLOWCHECK_ENDPOINT; run: a name for the job's steps, default
-    FLOWCHECK_RUN or "default". Returns the same outcome on every rank, after the daemon has taken the state.
+    followed too; endpoint: the daemon's, default FLOWCHECK_ENDPOINT; further ones after commas, of other checkpoint
+    nodes, join while training runs; run: a name for the job's steps, default FLOWCHECK_RUN or "default". Returns the
+    same outcome on every rank, after the first daemon has taken the state.
 
     A job may attach several times; attaching an optimizer again ends its earlier handle.
     Where the job cannot be followed: one warning on rank 0, or with `strict` an error on every rank: UsageError
-    for what flowcheck does not support, FlowcheckError where the daemon is missing or fails.
+    for what flowcheck does not support, FlowcheckError where the daemon is missing or fails. Without `strict`, a daemon
+    that cannot be reached now may join later.
     """
     with _lock:
         earlier = _handles.pop(optimizer, None) if isinstance(optimizer, torch.optim.Optimizer) else None
     if earlier is not None:
         earlier.close()
-    attempt = _Attempt(ddp_model, optimizer, step, scheduler, endpoint, run)
+    attempt = _Attempt(ddp_model, optimizer, step, scheduler, endpoint, run, strict)
     try:
         handle = attempt.run()
     except BaseException:
         attempt.abandon()
         raise
-    if handle.covered:
+    if handle._hook is not None:
         with _lock:
             _handles[optimizer] = handle
-    elif strict:
+    if handle.covered:
+        return handle
+    if strict:
         kind = UsageError if attempt.kind == "UsageError" else FlowcheckError
         raise kind(f"attach: {handle.reason}")
-    elif attempt.rank == 0:
+    if attempt.rank == 0:
         warnings.warn(f"flowcheck: {handle.reason}; training goes on uncovered", RuntimeWarning, stacklevel=2)
     return handle
 
@@ -163,7 +175,14 @@ class _Attempt:
     """One call of attach on one rank."""
 
     def __init__(
-        self, model: Any, optimizer: Any, step: int, scheduler: Any, endpoint: str | None, run: str | None
+        self,
+        model: Any,
+        optimizer: Any,
+        step: int,
+        scheduler: Any,
+        endpoint: str | None,
+        run: str | None,
+        strict: bool,
     ) -> None:
         self.rank = _global_rank()
         self.kind = "UsageError"
@@ -173,9 +192,10 @@ class _Attempt:
         self._scheduler = scheduler
         self._endpoint = endpoint or os.environ.get("FLOWCHECK_ENDPOINT")
         self._run = run or os.environ.get("FLOWCHECK_RUN") or "default"
+        self._strict = strict
         self._connection: Connection | None = None
         self._live: Live | None = None
-        self._marker: StepMarker | None = None
+        self._group: GroupRecord | None = None  # rank 0's
 
     def run(self) -> Handle:
         agreement = self._agreement()
@@ -228,24 +248,28 @@ class _Attempt:
         for rank, contribution in enumerate(contributions):
             if contribution["fingerprint"] != own:
                 raise Refused(f"rank {rank}'s model, param groups or optimizer state differ from rank 0's")
-        if not self._endpoint:
-            raise FlowcheckError("no endpoint: set FLOWCHECK_ENDPOINT or pass endpoint=")
+        endpoints = _endpoints(self._endpoint)
         from reconstruct.lr import scheduler_state
 
         scheduler = None if self._scheduler is None else scheduler_state(self._scheduler)
-        group = self._group(contributions)
-        description = self._live.description(self._run, self._step, group, scheduler)
-        self._connection = Connection(self._endpoint, send_queue=MARKER_QUEUE, heartbeat=True)
-        self._connection.request("ping", "pong", _attach_timeout())
-        ack = upload(self._connection, description, self._live.tensors, UPLOAD_S)
-        run, epoch = str(ack["run"]), int(ack["epoch"])
-        self._marker = StepMarker(self._connection, run, epoch, self._step, group.sequence, self._live, self._optimizer)
+        self._group = self._record(contributions)
+        description = self._live.description(self._run, self._step, self._group, scheduler)
+        self._connection = Connection(endpoints[0], send_queue=MARKER_QUEUE, heartbeat=True)
+        agents: dict[str, Any] = {"run": self._run, "job": secrets.token_hex(8), "endpoints": endpoints}
+        try:
+            self._connection.request("ping", "pong", _attach_timeout())
+            ack = upload(self._connection, description, agents["job"], self._live.tensors, UPLOAD_S)
+        except Unreachable as error:
+            if self._strict:
+                raise
+            return {"covered": False, **_failure(error), "agents": agents}
         return {
             "covered": True,
-            "run": run,
-            "epoch": epoch,
+            "run": str(ack["run"]),
+            "epoch": int(ack["epoch"]),
             "exact": bool(ack.get("exact", True)),
             "reasons": [str(reason) for reason in ack.get("reasons", [])],
+            "agents": agents,
         }
 
     def _network(self) -> dict[str, Any]:
@@ -255,7 +279,7 @@ class _Attempt:
             return {"nccl": nccl_facts.contribution(group.rank(), group.size())}
         return {"sockets": peers.own_sockets()}
 
-    def _group(self, contributions: list[dict[str, Any]]) -> GroupRecord:
+    def _record(self, contributions: list[dict[str, Any]]) -> GroupRecord:
         group = self._model.process_group
         record = GroupRecord(
             name=distributed_c10d._world.pg_names[group],
@@ -280,67 +304,47 @@ class _Attempt:
     def _handle(self, outcome: dict[str, Any]) -> Handle:
         self.kind = outcome.get("kind", "")
         handle = Handle(outcome, self._step)
-        if not handle.covered:
+        names = outcome.get("agents")
+        if names is None or self._live is None:
             self.abandon()
             return handle
-        connection, live, marker = self._connection, self._live, self._marker
-        if connection is None or live is None or marker is None:
-            handle._count(self._optimizer)
-            return handle
-        handle._follow(marker, connection, live, self._optimizer)
-        self._connection = None
+        desk = Desk(LiveState(self._live, self._model.process_group.rank()))
+        hook: StepMarker | StepCounter
+        if self._group is None:
+            hook = StepCounter(self._step, desk)
+            late: list[LateJoin | None] = [None] * len(names["endpoints"])
+        else:
+            hook, late = self._markers(handle, names, desk, self._group, self._live)
+        agents = [
+            Agent(endpoint, names["run"], names["job"], self.rank, desk, lambda: hook.step, joins)
+            for endpoint, joins in zip(names["endpoints"], late, strict=True)
+        ]
+        handle._follow(hook, agents, self._optimizer, self._model)
+        self._live.tensors.clear()  # the optimizer may replace its own
         return handle
+
+    def _markers(
+        self, handle: Handle, names: dict[str, Any], desk: Desk, group: GroupRecord, live: Live
+    ) -> tuple[StepMarker, list[LateJoin | None]]:
+        """Rank 0: the hook that sends markers to every daemon, the first of which may follow the job already."""
+        links = [MarkerLink(endpoint) for endpoint in names["endpoints"]]
+        marker = StepMarker(
+            links, self._step, group.sequence, live, self._optimizer, desk, uploaded=handle.covered
+        )
+        run, job = names["run"], names["job"]
+        late = [LateJoin(link, marker, desk, live, group, self._scheduler, run, job) for link in links]
+        if handle.covered and self._connection is not None:
+            links[0].follow(self._connection, handle.run or "", handle.epoch or 0)
+            self._connection = None
+            if live.ddp.rebuilt_buckets is None:
+                late[0].watch_layout(handle.run or "", handle.epoch or 0)
+        self.abandon()
+        return marker, [*late]
 
     def abandon(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-class _LayoutThread:
-    """Sends the rebuilt bucket layout once DDP has logged it, then ends.
-
-    Until DDP has rebuilt its buckets it reads one attribute every 0.1 s. `_get_ddp_logging_data` is safe beside the
-    training thread: it copies a small map under the reducer's mutex, without the GIL (c10d/logger.cpp).
-    """
-
-    def __init__(self, endpoint: str, run: str, epoch: int, model: DistributedDataParallel) -> None:
-        self._endpoint = endpoint
-        self._names = {"run": run, "epoch": epoch}
-        self._model = weakref.ref(model)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="flowcheck-layout", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(LINGER_S)
-
-    def _run(self) -> None:
-        stopped = False
-        while not stopped:
-            stopped = self._stopped.wait(LAYOUT_POLL_S)  # and one last look: a short job may be over by now
-            model = self._model()
-            if model is None:
-                return
-            found = parse_layout(model._get_ddp_logging_data()) if model._has_rebuilt_buckets else None
-            del model
-            if found is not None:
-                self._send({"buckets": found[0], "bucket_bytes": found[1]})
-                return
-
-    def _send(self, layout: dict[str, Any]) -> None:
-        for attempt in range(LAYOUT_TRIES):
-            try:
-                with Connection(self._endpoint) as connection:
-                    connection.request("layout", "layout-ack", 2.0, layout=layout, **self._names)
-                return
-            except FlowcheckError:  # the wire may show the layout as well, so this is no reason for a warning
-                if self._stopped.wait(min(30.0, 0.5 * 2**attempt)):
-                    return
 
 
 def _failure(error: Exception) -> dict[str, Any]:
@@ -366,11 +370,26 @@ def _global_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-def _end(process: int, connection: Connection, layout: _LayoutThread | None, marker: StepMarker) -> None:
+def _endpoints(text: str | None) -> list[str]:
+    """The daemons' endpoints. FlowcheckError if there is none, UsageError for more than can be of use."""
+    found = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if not found:
+        raise FlowcheckError("no endpoint: set FLOWCHECK_ENDPOINT or pass endpoint=")
+    if len(found) > MAX_ENDPOINTS or len(set(found)) < len(found):
+        raise UsageError(f"endpoint {text!r:.200}: give at most {MAX_ENDPOINTS} different ones")
+    for endpoint in found[1:]:
+        Connection(endpoint).close()  # one that cannot be used is better said now
+    return found
+
+
+def _end(process: int, agents: Sequence[Agent], hook: StepMarker | StepCounter) -> None:
     """Let the last markers leave; runs on close, when the optimizer is gone, or at the interpreter's end."""
     if process != os.getpid():  # a forked child must leave its parent's sockets alone
         return
-    if layout is not None:
-        layout.stop()
-    marker.farewell()
-    connection.close(linger=LINGER_S)
+    deadline = time.monotonic() + LINGER_S
+    for agent in agents:
+        agent.halt()
+    for agent in agents:
+        agent.join(max(0.0, deadline - time.monotonic()))
+    if isinstance(hook, StepMarker):
+        hook.farewell(linger=LINGER_S)

@@ -28,19 +28,16 @@ COMMIT_S = 120.0
 
 
 def upload(
-    connection: Connection, description: JobDescription, tensors: dict[str, torch.Tensor], limit_s: float
+    connection: Connection, description: JobDescription, job: str, tensors: dict[str, torch.Tensor], limit_s: float
 ) -> dict[str, Any]:
     """Attach: returns the daemon's ack {"run", "epoch", "exact", "reasons", ...}.
 
-    tensors: by key, in the order of `description.tensors()`. Raises the daemon's refusal, or Unreachable when it
-    falls silent, or FlowcheckError after `limit_s` seconds altogether.
+    job: the token by which the job's agents are known; tensors: by key, in the order of `description.tensors()`.
+    Raises the daemon's refusal, or Unreachable when it falls silent, or FlowcheckError after `limit_s` seconds
+    altogether.
     """
     deadline = time.monotonic() + limit_s
-    text = json.dumps(description.to_json(), separators=(",", ":"), allow_nan=False).encode()
-    connection.send("attach-begin", bytes=len(text), digest=digest(text))
-    for offset in range(0, len(text), CHUNK):
-        connection.send("attach-text", text[offset : offset + CHUNK], offset=offset)
-    session = connection.receive("attach-open", timeout=COMMIT_S)[1]["session"]
+    session = _open(connection, description, job, late=False)
     waiting = 0
     for key, offset, data in _chunks(tensors):
         if time.monotonic() > deadline:
@@ -53,6 +50,25 @@ def upload(
         waiting += 1
     for _ in range(waiting):
         connection.receive("attach-credit", timeout=STALL_S)
+    return _commit(connection, session)
+
+
+def join(connection: Connection, description: JobDescription, job: str) -> dict[str, Any]:
+    """Attach to a daemon that joins late: the description alone. Returns and raises as `upload`."""
+    return _commit(connection, _open(connection, description, job, late=True))
+
+
+def _open(connection: Connection, description: JobDescription, job: str, late: bool) -> int:
+    """Send the description; the number of the session that the daemon opened for it."""
+    text = json.dumps(description.to_json(), separators=(",", ":"), allow_nan=False).encode()
+    connection.send("attach-begin", bytes=len(text), digest=digest(text), job=job, late=late)
+    for offset in range(0, len(text), CHUNK):
+        connection.send("attach-text", text[offset : offset + CHUNK], offset=offset)
+    session: int = connection.receive("attach-open", timeout=COMMIT_S)[1]["session"]
+    return session
+
+
+def _commit(connection: Connection, session: int) -> dict[str, Any]:
     connection.send("attach-commit", session=session)
     ack: dict[str, Any] = connection.receive("attach-ack", timeout=COMMIT_S)[1]["ack"]
     return ack

@@ -34,7 +34,9 @@ def encode_value(value: Any, path: str = "value", depth: int = 0) -> Any:
     """
     if depth > MAX_DEPTH:
         raise DescriptionError(f"{path}: nested deeper than {MAX_DEPTH} levels")
-    if value is None or type(value) in (bool, int, str):
+    if type(value) is int:
+        return _bounded(value, path)
+    if value is None or type(value) in (bool, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"__float__": str(value)}
@@ -58,9 +60,11 @@ def decode_value(data: Any, path: str = "value", depth: int = 0) -> Any:
     """The value that `encode_value` wrote; DescriptionError for anything that it never writes."""
     if depth > MAX_DEPTH:
         raise DescriptionError(f"{path}: nested deeper than {MAX_DEPTH} levels")
-    if isinstance(data, str) and len(data) > MAX_TEXT:
-        raise DescriptionError(f"{path}: a text of {len(data)} characters, at most {MAX_TEXT}")
-    if data is None or isinstance(data, (bool, int, float, str)):
+    if isinstance(data, str):
+        return text(data, path, MAX_TEXT)
+    if isinstance(data, int):
+        return _bounded(data, path)
+    if data is None or isinstance(data, float):
         return data
     if not isinstance(data, (list, dict)):
         raise DescriptionError(f"{path}: a {type(data).__name__} where a plain value was expected")
@@ -85,6 +89,13 @@ def decode_value(data: Any, path: str = "value", depth: int = 0) -> Any:
         except TypeError:
             raise DescriptionError(f"{path}: a dict key that cannot be a key") from None
     return {key: decode_value(item, f"{path}.{key:.60}", depth + 1) for key, item in data.items()}
+
+
+def _bounded(number: int, path: str) -> int:
+    """A whole number; Python's own have no limit, and what is computed with them would have none."""
+    if not -(1 << 63) <= number < 1 << 63:
+        raise DescriptionError(f"{path}: a number of {number.bit_length()} bits does not fit in 64 bits")
+    return number
 
 
 def _is_pair(pair: Any) -> bool:
@@ -150,6 +161,8 @@ def text(value: Any, path: str, limit: int = 1024) -> str:
         raise DescriptionError(f"{path}: expected a text, got {_kind(value)}")
     if len(value) > limit:
         raise DescriptionError(f"{path}: a text of {len(value)} characters, at most {limit}")
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise DescriptionError(f"{path}: a text with half of a character in it")
     return value
 
 

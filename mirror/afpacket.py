@@ -26,7 +26,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from flowcheck.errors import FlowcheckError, NoPermission, UsageError
-from mirror.block import Block, SourceCounters
+from mirror.block import Block, Loss, SourceCounters
+from mirror.drops import InterfaceDrops, RingDrops
 
 # From linux/if_packet.h, if_ether.h, if_arp.h and sockios.h; the socket module lacks most of them.
 SOL_PACKET = 263
@@ -44,6 +45,7 @@ SIOCGIFMTU = 0x8921
 LINKTYPES = {1: 1, 772: 1, 65534: 101, 768: 101, 769: 101, 776: 101}
 
 _USER = 1  # TP_STATUS_USER: the block is ours
+_LOSING = 1 << 2  # frames found no room since the statistics were read last
 _VLAN_VALID = 1 << 4
 _VLAN_TPID_VALID = 1 << 6
 _HEADER = 48  # sizeof(struct tpacket3_hdr)
@@ -132,19 +134,6 @@ def warm_up() -> None:
     ring_block_walk(words, halves, np.empty((5, 0), np.int64))
 
 
-def _interface_drops(interface: str) -> int:
-    """Received frames that the interface dropped or missed, as /proc/net/dev counts them; 0 if unknown."""
-    try:
-        with open("/proc/thread-self/net/dev") as file:
-            for line in file:
-                name, _, figures = line.rpartition(":")
-                if name.strip() == interface:
-                    return int(figures.split()[3])
-    except (OSError, IndexError, ValueError):
-        pass
-    return 0
-
-
 class AfPacketSource:
     """Frames that arrive at one interface, promiscuously; frames that this host sends are left out.
 
@@ -155,6 +144,10 @@ class AfPacketSource:
     is late gets more at once. They may be held and released in any order and by another thread than the
     reader's; the kernel waits at a block that is held and counts the frames that find no room in `drops`.
     The VLAN tag that the kernel moves out of a frame is in `Block.vlan`.
+
+    Where frames were lost on the way is in `Block.losses`. Those that found no room in the ring were lost between the
+    last frame of one ring block and the first one of the next, and the kernel marks the latter; the interface's drop
+    counters are looked at 20 times a second.
 
     When the interface goes down or disappears that is written to `problems` (the newest 64) and reading
     goes on once it is back.
@@ -195,7 +188,8 @@ class AfPacketSource:
         self._cut_reported = 0
         self._closed = False
         self._statistics = threading.Lock()
-        self._lost = 0
+        self._losses: list[Loss] = []
+        self._ring = RingDrops()
         self._was_down = False
         self._index = _interface_index(interface)
         warm_up()
@@ -229,7 +223,7 @@ class AfPacketSource:
             raise UsageError(
                 f"ring block size {block_size} cannot hold one frame of {self.name} (MTU {mtu}): raise it"
             )
-        self._interface_drops = _interface_drops(self.name)
+        self._interface = InterfaceDrops(self.name)
         sock.setsockopt(SOL_PACKET, PACKET_VERSION, TPACKET_V3)
         sock.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
         frames = block_size // _RING_FRAME * blocks
@@ -292,10 +286,14 @@ class AfPacketSource:
             if count < 0:
                 break
             self._next = (slot + 1) % len(self._words)
+            losing = bool(self._words[slot][2] & _LOSING)
             table = self._walk(slot, count)
             if not table.shape[1]:
                 ring_block_return(self._words[slot])
                 continue
+            if losing:
+                self.counters()  # else all blocks that follow are marked, too
+            self._losses += self._ring.block(losing, int(table[3, 0]), int(table[3, -1]))
             if slots:
                 table[0] += (slot - slots[0]) * self._size
             slots.append(slot)
@@ -306,7 +304,11 @@ class AfPacketSource:
         self._packets += table.shape[1]
         offset, caplen, wirelen, ts, vlan = table
         memory = self._whole[slots[0] * self._size : (slots[-1] + 1) * self._size]
-        block = Block(memory, offset, caplen, wirelen, ts, vlan, self._vantage, self._linktype)
+        if self._interface.due:
+            with self._statistics:
+                self._losses += self._interface.look()
+        losses, self._losses = tuple(self._losses), []
+        block = Block(memory, offset, caplen, wirelen, ts, vlan, self._vantage, self._linktype, losses)
         self._held[block] = slots
         self._held_slots.update(slots)
         return block
@@ -383,11 +385,9 @@ class AfPacketSource:
                 _, drops, freezes = struct.unpack("3I", answer)
                 self._drops += drops
                 self._freezes += freezes
-                dropped = _interface_drops(self.name)
-                # A smaller figure than before: the interface was made anew and counts from 0.
-                self._lost += dropped - self._interface_drops if dropped >= self._interface_drops else dropped
-                self._interface_drops = dropped
-            return SourceCounters(self._packets, self._bytes, self._drops, self._freezes, self._lost)
+                self._ring.read(drops)
+                self._interface.count()
+            return SourceCounters(self._packets, self._bytes, self._drops, self._freezes, self._interface.lost)
 
     def close(self) -> None:
         """Stop capturing. The ring's memory goes when the last block that is still referenced goes."""

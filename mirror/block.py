@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+
+
+class Loss(NamedTuple):
+    """A source lost frames: cause "ring" or "nic" (`mirror.loss`), after `start` and before `end`, ns as in `ts`."""
+
+    cause: str
+    start: int
+    end: int
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +45,8 @@ class Block:
     """Vantage group: flows seen from different groups never mix."""
     linktype: int = 1
     """pcap LINKTYPE: 1 Ethernet, 0 null/loopback, 101 raw IP, 113 SLL, 276 SLL2."""
+    losses: tuple[Loss, ...] = ()
+    """What the source became aware of since the block before: when it lost frames."""
 
     def __len__(self) -> int:
         return len(self.offset)

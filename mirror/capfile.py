@@ -292,6 +292,11 @@ class CaptureFileSource:
                 self._map.madvise(mmap.MADV_DONTNEED, file.kept_from, passed - file.kept_from)
                 file.kept_from = passed
 
+    @property
+    def starts(self) -> list[int]:
+        """Where the bytes of each file begin in `Block.base`, in the order in which the files were given."""
+        return [file.start for file in self._files]
+
     def release(self, block: Block) -> None:
         """Nothing to give back: a block's arrays are its own, and the mapping stays."""
 

@@ -71,6 +71,12 @@ def pcap_records(
     return offset.size, used
 
 
+def warm_up() -> None:
+    """Compile or load the kernel now: a live capture cannot wait for it at the first block."""
+    none, buffer = np.empty(0, np.int64), np.empty(1, np.uint8)
+    pcap_records(address_of(buffer), none, none, none, none, none, 0, buffer, address_of(buffer), 0)
+
+
 class PcapRecorder:
     """A pcap file that blocks are written to; its link type is that of the first block.
 
@@ -86,9 +92,7 @@ class PcapRecorder:
         self._used = 0
         self._buffer = np.empty(_BUFFER, np.uint8)
         self._target = address_of(self._buffer)
-        # Compile or load the kernel now: a live capture cannot wait for it at the first block.
-        none = np.empty(0, np.int64)
-        pcap_records(self._target, none, none, none, none, none, 0, self._buffer, self._target, 0)
+        warm_up()
         try:
             # Closed by close(); the buffer here is the only one.
             self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115

@@ -16,14 +16,14 @@ import numpy as np
 
 from mirror.internal import internal
 from mirror.memory import copy, equal, load_u8, load_u32, store_u8, store_u32, store_u64
-from mirror.spans import CONFLICT, DATA, HOLE
+from mirror.spans import CONFLICT, DATA
 
 CELL = 4096
 
 # Columns of a flow's row. Offsets are stream offsets (64 bit); while PENDING they are biased, see mirror.tcp_kernel.
-(STATE, BASE, NEXT, END, ACKED, WAITING, HEAD, FINAL,       # the first cache line: all that a segment in order needs
+(STATE, BASE, NEXT, END, ACKED, WAITING, SEEN, FINAL,       # the first cache line: all that a segment in order needs
  TAIL, CURSOR, GAP_TS, SNAP, SNAP_TS, OLD_ACK, HINT, FLAGS,
- STRANGER, WAIT_NEXT, WAIT_PREV) = range(19)
+ STRANGER, WAIT_NEXT, WAIT_PREV, HEAD, CUTS, CUTS_TAIL) = range(22)
 COLUMNS = 24                                                # whole cache lines
 
 # Columns of a cell.
@@ -62,6 +62,7 @@ class Machine(NamedTuple):
     addr: int
     length: int
     ts: int
+    why: int
 
 
 @internal()
@@ -94,19 +95,7 @@ def deliver(m: Machine, flow: int, addr: int, length: int, ts: int) -> None:
     emit(m, flow, DATA, row[NEXT], addr, length, ts)
     m.counters[DELIVERED] += length
     row[NEXT] += length
-
-
-@internal()
-def give_up(m: Machine, flow: int, end: int, ts: int) -> None:
-    """HOLE from NEXT to `end`."""
-    row = m.state[flow]
-    if row[NEXT] == 0:
-        store_u8(m.live + flow, 1)
-    emit(m, flow, HOLE, row[NEXT], 0, end - row[NEXT], ts)
-    m.counters[HOLES] += 1
-    m.counters[HOLE_BYTES] += end - row[NEXT]
-    row[NEXT] = end
-    row[END] = max(row[END], end)
+    row[SEEN] = ts
 
 
 @internal()

@@ -31,9 +31,11 @@ from mirror.roce_state import (
     COLUMNS,
     COUNTERS,
     G_AFTER,
+    G_COLUMNS,
     GAP_FREE,
     GAPS_LEFT,
     H_AFTER,
+    HOLES,
     ICRC_BAD,
     ICRC_OK,
     M_COLUMNS,
@@ -82,7 +84,7 @@ class RoceReassembler:
         self._spans = MessageSpans()
         self._state = np.zeros((flows.capacity, COLUMNS), np.int64)
         self._cells = _chain(np.zeros((cells, 6), np.int64), H_AFTER)
-        self._gaps = _chain(np.zeros((gaps, 5), np.int64), G_AFTER)
+        self._gaps = _chain(np.zeros((gaps, G_COLUMNS), np.int64), G_AFTER)
         self.messages = _chain(np.zeros((messages, M_COLUMNS), np.int64), M_QUEUE)
         """int64[rows, M_COLUMNS]: see the module. Read it anew after every call: it may have grown."""
         self._meta = np.zeros(META, np.int64)
@@ -92,6 +94,7 @@ class RoceReassembler:
         self._counters = np.zeros(len(COUNTERS), np.int64)
         self._machine: np.ndarray | None = None
         self._base: np.ndarray | None = None
+        self._holes_seen = 0
 
     def feed(self, block: Block, now: int) -> MessageSpans:
         """Reassemble one block. `now`: the clock of `block.ts`, ns; time is the frames' own, as in `mirror.tcp`."""
@@ -161,7 +164,7 @@ class RoceReassembler:
                 self._state, self.messages, self._gaps, self._cells, self._meta, self._counters,
                 address_of(self._memory), address_of(self.flows.table.live), spans.flow.size, address_of(spans.flow),
                 address_of(spans.kind), address_of(spans.offset), address_of(spans.addr), address_of(spans.length),
-                address_of(spans.ts), address_of(spans.message), *self.flows.table,
+                address_of(spans.ts), address_of(spans.message), address_of(spans.why), *self.flows.table,
             )
         if self._meta[ROWS_LEFT] < need:
             grown = rows >= _MOST_MESSAGES
@@ -185,6 +188,8 @@ class RoceReassembler:
     def _finish(self) -> MessageSpans:
         self._meta[BEGUN] = 0
         self._spans.n = int(self._meta[SPANS])
+        holes = int(self._counters[HOLES])
+        self._spans.holes, self._holes_seen = holes - self._holes_seen, holes
         return self._spans
 
 

@@ -28,16 +28,18 @@ from mirror.reorder import (
     WAITING,
 )
 from mirror.roce_pool import at_or_before, begin, deliver, find, finish, hole_in, settle, unlink
-from mirror.roce_spans import CLOSE, HOLE
+from mirror.roce_spans import CLOSE
 from mirror.roce_state import (
     ACKS,
     CELL,
     CURRENT,
     CURSOR,
+    DISPUTED,
     FORGOT,
     G_AFTER,
     G_END,
     G_FLAGS,
+    G_SINCE,
     G_START,
     G_TS,
     GAPS,
@@ -52,7 +54,6 @@ from mirror.roce_state import (
     HEADLESS,
     HELD,
     HELD_LAST,
-    HOLES,
     LOST,
     M_FIRST,
     M_FLAGS,
@@ -68,6 +69,8 @@ from mirror.roce_state import (
     OLDEST,
     PEER,
     QUIET,
+    SEEN_TS,
+    SHORT,
     STRANGER,
     Machine,
     add_gap,
@@ -77,10 +80,12 @@ from mirror.roce_state import (
     open_gap_before,
     release_cell,
     tell,
+    tell_hole,
     unwait,
     wait,
 )
 from mirror.roce_wire import CLASS, LAST, PART, READ
+from mirror.spans import CUT, PROVEN
 
 FAR_BACK = 1 << 16                       # packets: no retry reaches further back
 
@@ -98,7 +103,7 @@ def lose(m: Machine, flow: int, start: int, end: int, ts: int) -> None:
     if start == end:
         return
     clear_gaps(m, m.state, flow, GAPS, start, end)
-    add_gap(m, m.state, flow, GAPS, start, end, ts, 0)
+    add_gap(m, m.state, flow, GAPS, start, end, ts, ts, 0)
     watch(m, flow, ts)
 
 
@@ -125,6 +130,11 @@ def drain(m: Machine, flow: int) -> None:
     before, cell = -1, row[HELD]
     while cell >= 0:
         psn, opcode, length = cells[cell, H_PSN], cells[cell, H_OPCODE], cells[cell, H_SIZE]
+        if opcode & DISPUTED:
+            if m.meta[GAPS_LEFT] > 8:
+                lose(m, flow, psn, psn + 1, cells[cell, H_TS])
+            cell = release_cell(m, flow, before, cell)
+            continue
         slot = find(m, flow, psn)
         if slot < 0 and not _awaited(m, flow, before, psn):
             mtu = length if PART[opcode] != LAST else row[MTU]
@@ -161,7 +171,10 @@ def give_up(m: Machine, flow: int, node: int, ts: int) -> None:
     """Tell what lies in a gap as HOLE, message by message; end what is over by that."""
     row, messages, gaps = m.state[flow], m.messages, m.gaps
     gaps[node, G_FLAGS] |= GIVEN
-    start, end = gaps[node, G_START], gaps[node, G_END]
+    start, end, since, noticed = gaps[node, G_START], gaps[node, G_END], gaps[node, G_SINCE], gaps[node, G_TS]
+    known = CUT if gaps[node, G_FLAGS] & SHORT else 0
+    if end <= row[ACKED]:
+        known |= PROVEN
     if gaps[node, G_FLAGS] & QUIET == 0:
         m.counters[LOST] += end - start
     while start < end:
@@ -173,13 +186,12 @@ def give_up(m: Machine, flow: int, node: int, ts: int) -> None:
             if start < limit:
                 stop = min(stop, limit)
                 if messages[slot, M_KIND] != READ:  # the numbers of a response never come on this flow
-                    hole_in(m, slot, start, stop, ts)
+                    hole_in(m, slot, start, stop, known, since, noticed)
                     settle(m, slot, ts)
                 start = stop
                 continue
         if gaps[node, G_FLAGS] & QUIET == 0:
-            tell(m, flow, -1, HOLE, start, 0, stop - start, ts)
-            m.counters[HOLES] += 1
+            tell_hole(m, flow, -1, start, stop - start, known, since, noticed)
         if slot >= 0 and messages[slot, M_PACKETS] < 0 and messages[slot, M_KIND] != READ:
             finish(m, slot, ts)
         start = stop
@@ -190,7 +202,7 @@ def give_up_before(m: Machine, flow: int, end: int, ts: int) -> None:
     """Give up what is missing below `end`; acknowledged packets behind the highest one seen count as missing."""
     row, gaps = m.state[flow], m.gaps
     if end > row[NEXT] and m.meta[GAPS_LEFT] > 8:
-        add_gap(m, m.state, flow, GAPS, row[NEXT], end, ts, 0)
+        add_gap(m, m.state, flow, GAPS, row[NEXT], end, row[SEEN_TS], ts, 0)
         row[NEXT] = end
         row[CURRENT] = -1
     node = open_gap_before(m, flow, end)
@@ -200,7 +212,7 @@ def give_up_before(m: Machine, flow: int, end: int, ts: int) -> None:
                 break
             stop = gaps[node, G_END]
             gaps[node, G_END] = end
-            add_gap(m, m.state, flow, GAPS, end, stop, gaps[node, G_TS], gaps[node, G_FLAGS])
+            add_gap(m, m.state, flow, GAPS, end, stop, gaps[node, G_SINCE], gaps[node, G_TS], gaps[node, G_FLAGS])
         give_up(m, flow, node, ts)
         node = open_gap_before(m, flow, end)
     if row[HELD] >= 0:
@@ -220,7 +232,7 @@ def reopen(m: Machine, flow: int, psn: int, ts: int) -> None:
         gaps[node, G_FLAGS], gaps[node, G_TS] = QUIET, ts
     else:
         gaps[node, G_END] = psn - 1
-        add_gap(m, m.state, flow, GAPS, psn - 1, psn, ts, QUIET)
+        add_gap(m, m.state, flow, GAPS, psn - 1, psn, ts, ts, QUIET)
     watch(m, flow, ts)
 
 
@@ -247,6 +259,8 @@ def review(m: Machine, clock: int, grace: int, short: int, long: int) -> None:
                 aged = gaps[node, G_END]
             node = gaps[node, G_AFTER]
         if aged >= 0:
+            if row[ACKED] < aged:  # what is acknowledged passed, the rest may not have
+                give_up_before(m, flow, row[ACKED], clock)
             give_up_before(m, flow, aged, clock)
         forget_gaps(m, flow, row[NEXT] - FAR_BACK)
         if row[ACKED] <= row[NEXT] and open_gap_before(m, flow, row[NEXT]) < 0:
@@ -274,7 +288,9 @@ def flush_flow(m: Machine, flow: int, ts: int) -> None:
     row = m.state[flow]
     if row[NEXT] < 0:
         return
-    give_up_before(m, flow, max(row[NEXT], row[ACKED]), ts)
+    if row[ACKED] > 0:
+        give_up_before(m, flow, row[ACKED], ts)
+    give_up_before(m, flow, row[NEXT], ts)
     while row[HELD] >= 0 and open_gap_before(m, flow, row[NEXT]) >= 0:
         give_up_before(m, flow, row[NEXT], ts)  # waiting packets that did not fit are missing themselves
     slot = row[OLDEST]

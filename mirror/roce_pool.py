@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mirror.internal import internal
 from mirror.memory import store_u8
-from mirror.reorder import NEXT
-from mirror.roce_spans import BEGIN, DATA, END, HOLE
+from mirror.reorder import ACKED, NEXT
+from mirror.roce_spans import BEGIN, DATA, END
 from mirror.roce_state import (
     COMPLETE,
     COMPLETED,
@@ -18,13 +18,14 @@ from mirror.roce_state import (
     G_AFTER,
     G_END,
     G_FLAGS,
+    G_SINCE,
     G_START,
+    G_TS,
     GAPS,
     GIVEN,
     HEADLESS,
     HEADLESS_MESSAGES,
     HOLE_BYTES,
-    HOLES,
     INCOMPLETE,
     M_FIRST,
     M_FLAGS,
@@ -54,8 +55,10 @@ from mirror.roce_state import (
     Machine,
     drop_gaps,
     tell,
+    tell_hole,
 )
 from mirror.roce_wire import READ, WRITE
+from mirror.spans import PROVEN
 
 
 @internal(forceinline=True)
@@ -181,16 +184,15 @@ def retire(m: Machine, need: int, clock: int, patience: int) -> None:
 
 
 @internal()
-def hole_in(m: Machine, slot: int, start: int, end: int, ts: int) -> None:
-    """Packets start..end of a message of known size are missing."""
+def hole_in(m: Machine, slot: int, start: int, end: int, known: int, since: int, ts: int) -> None:
+    """Packets start..end of a message of known size are missing; known, since, ts: see `tell_hole`."""
     row = m.messages[slot]
     offset = (start - row[M_FIRST]) * row[M_MTU]
     stop = (end - row[M_FIRST]) * row[M_MTU]
     if end - row[M_FIRST] >= row[M_PACKETS] and row[M_LENGTH] >= 0:
         stop = row[M_LENGTH]
     if stop > offset:
-        tell(m, row[M_FLOW], slot, HOLE, offset, 0, stop - offset, ts)
-        m.counters[HOLES] += 1
+        tell_hole(m, row[M_FLOW], slot, offset, stop - offset, known, since, ts)
         m.counters[HOLE_BYTES] += stop - offset
 
 
@@ -212,12 +214,14 @@ def finish(m: Machine, slot: int, ts: int) -> None:
     if packets >= 0 and row[M_KIND] == READ:
         node = row[M_GAPS]
         while node >= 0:
-            hole_in(m, slot, row[M_FIRST] + m.gaps[node, G_START], row[M_FIRST] + m.gaps[node, G_END], ts)
+            hole_in(m, slot, row[M_FIRST] + m.gaps[node, G_START], row[M_FIRST] + m.gaps[node, G_END], 0,
+                    m.gaps[node, G_SINCE], m.gaps[node, G_TS])
             node = m.gaps[node, G_AFTER]
-        hole_in(m, slot, row[M_FIRST] + row[M_SEEN], row[M_FIRST] + packets, ts)
+        hole_in(m, slot, row[M_FIRST] + row[M_SEEN], row[M_FIRST] + packets, 0, row[M_TS], ts)
     elif packets >= 0:
-        seen = max(m.state[row[M_FLOW], NEXT], row[M_FIRST])
-        hole_in(m, slot, seen, row[M_FIRST] + packets, ts)
+        state, limit = m.state[row[M_FLOW]], row[M_FIRST] + packets
+        known = PROVEN if limit <= state[ACKED] else 0
+        hole_in(m, slot, max(state[NEXT], row[M_FIRST]), limit, known, row[M_TS], ts)
     _end(m, slot, ts)
 
 

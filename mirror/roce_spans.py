@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mirror.memory import handle
-from mirror.spans import CLOSE, DATA, DUPLICATE, HOLE, OPEN, Spans
+from mirror.spans import CLOSE, CONFLICT, DATA, DUPLICATE, HOLE, OPEN, Spans
 
 __all__ = [
-    "BEGIN", "CLOSE", "DATA", "DUPLICATE", "END", "HOLE", "KIND_NAMES", "OPEN", "VOID", "MessageSpans",
+    "BEGIN", "CLOSE", "CONFLICT", "DATA", "DUPLICATE", "END", "HOLE", "KIND_NAMES", "OPEN", "VOID", "MessageSpans",
 ]
 
 BEGIN, END, VOID = range(6, 9)
@@ -33,8 +33,10 @@ class MessageSpans(Spans):
         for is over. length: 1, or 0 if the message is headless (its first packet was never captured).
     DATA: bytes, at addr, that no earlier DATA of the message gave. They may lie in a HOLE told before: a late retry.
     DUPLICATE: bytes, at addr, of a range that was given before: for comparison by who still has the first copy.
+    CONFLICT: a range of which two differing copies were captured, one of which was given; which is right is not known.
     HOLE: bytes that were not captured, and that no retry is expected to bring any more. With `message` -1 the
         packets of unknown messages are missing: offset is then the 64-bit PSN of the first, length counts packets.
+        why, ts: as in `mirror.spans`. A later packet number proves nothing: a retry may have been on its way.
     END: length 1: every packet of the message was given, told once. 0: what is still missing was told as HOLE; should
         a late retry bring it all the same, END with length 1 follows.
     VOID: a headless message was begun, and now its first packet came: forget it; its bytes come again by the retry.
@@ -47,10 +49,12 @@ class MessageSpans(Spans):
 
     @property
     def handle(self) -> np.ndarray:
-        """For kernels (`mirror.memory.handle`): flow, kind, offset, addr, length, ts, message. Good until `reserve`,
-        which the reassembler may call in each of its calls."""
+        """For kernels (`mirror.memory.handle`): flow, kind, offset, addr, length, ts, message, why. Good until
+        `reserve`, which the reassembler may call in each of its calls."""
         if self._handle is None:
-            self._handle = handle(self.flow, self.kind, self.offset, self.addr, self.length, self.ts, self.message)
+            self._handle = handle(
+                self.flow, self.kind, self.offset, self.addr, self.length, self.ts, self.message, self.why
+            )  # fmt: skip
         return self._handle
 
     def reserve(self, capacity: int) -> None:

@@ -5,7 +5,8 @@ One flow is one row of int64, so a packet in the middle of its message touches o
 Gaps. A flow's packets are numbered; NEXT is the number behind the highest one seen, and below it everything was seen
 but what lies in a gap. Gaps are nodes of a list, sorted, never overlapping. A gap that was given up stays for a while,
 so that late packets are known to be new. A QUIET gap is not told as HOLE when it is given up: what lies before the
-first packet ever seen may not be missing at all, and what was told once is not told again.
+first packet ever seen may not be missing at all, and what was told once is not told again. Of a SHORT one a packet came
+without all of its payload. A gap's packets were lost between two frames of the flow: after G_SINCE, before G_TS.
 
 Messages. One row each, in a list per flow sorted by first packet, and in one queue in order of creation: when rows run
 short the oldest that are over are taken. Until then they tell repeats apart and where late packets belong.
@@ -22,7 +23,7 @@ import numpy as np
 
 from mirror import reorder
 from mirror.internal import internal
-from mirror.memory import copy, int64s_at, rows_at, store_u32
+from mirror.memory import copy, equal, int64s_at, rows_at, store_u32, store_u64
 from mirror.reorder import (
     ACKED,
     FREE,
@@ -40,6 +41,7 @@ from mirror.reorder import (
     WAIT_PREV,
     WAITING,
 )
+from mirror.spans import HOLE
 
 CELL = 4096                              # the largest path MTU
 
@@ -48,7 +50,7 @@ CELL = 4096                              # the largest path MTU
 # packet in the middle of its message needs.
 CURRENT, CURRENT_FIRST, CURRENT_LAST, MTU, SEEN_TS = 0, 1, 3, 6, 7
 GAPS, CURSOR, NEWEST, OLDEST, HELD, HELD_LAST = 8, 9, 14, 15, 19, 20
-PEER, PORT, TRIES, CANDIDATE, VOTES, MISFIT_ACKS, ACKS, ICRC_OK, ICRC_BAD, FORGOT = range(21, 31)
+PEER, PORT, TRIES, CANDIDATE, VOTES, MISFIT_ACKS, ACKS, ICRC_OK, ICRC_BAD, FORGOT, BEFORE_TS = range(21, 32)
 COLUMNS = 32
 assert (NEXT, ACKED, WAITING, GAP_TS, SNAP, SNAP_TS, OLD_ACK, STRANGER, WAIT_NEXT, WAIT_PREV) == (
     2, 4, 5, 10, 11, 12, 13, 16, 17, 18)
@@ -60,11 +62,13 @@ M_COLUMNS = 24
 HEADLESS, COMPLETE, ENDED, DEAD = 1, 2, 4, 8              # bits of M_FLAGS
 
 # Columns of a gap, and bits of G_FLAGS.
-G_START, G_END, G_AFTER, G_TS, G_FLAGS = range(5)
-QUIET, GIVEN = 1, 2
+G_START, G_END, G_AFTER, G_TS, G_FLAGS, G_SINCE = range(6)
+G_COLUMNS = 6
+QUIET, GIVEN, SHORT = 1, 2, 4
 
 # Columns of a cell.
 H_PSN, H_SIZE, H_OPCODE, H_IMM, H_TS, H_AFTER = range(6)
+DISPUTED = 0x100                         # of H_OPCODE: another copy of the packet differs, none is believed
 
 # Columns of Machine.meta beyond those of mirror.reorder.
 GAP_FREE, GAPS_LEFT, ROW_FREE, ROWS_LEFT, QUEUE_HEAD, QUEUE_TAIL, BEGUN = range(9, 16)
@@ -75,12 +79,12 @@ COUNTERS = (
     "old", "out_of_order", "late", "holes", "hole_bytes", "lost_packets", "messages", "completed", "incomplete",
     "headless", "voided", "misfits", "strangers", "restarts", "waited", "no_room", "truncated", "flow_table_full",
     "icrc_ok", "icrc_bad", "icrc_unchecked", "icrc_refused", "pairs", "foreign", "foreign_cnp", "foreign_ud",
-    "foreign_uc", "foreign_other",
+    "foreign_uc", "foreign_other", "conflicts",
 )
 (PACKETS, REQUESTS, PAYLOAD, ACK_PACKETS, NAKS, RNR_NAKS, RESPONSES, DUPLICATES, DUPLICATE_BYTES, OLD, OUT_OF_ORDER,
  LATE, HOLES, HOLE_BYTES, LOST, MESSAGES, COMPLETED, INCOMPLETE, HEADLESS_MESSAGES, VOIDED, MISFITS, STRANGERS,
  RESTARTS, WAITED, NO_ROOM, TRUNCATED, TABLE_FULL, CRC_OK, CRC_BAD, CRC_UNCHECKED, CRC_REFUSED, PAIRS, FOREIGN,
- FOREIGN_CNP, FOREIGN_UD, FOREIGN_UC, FOREIGN_OTHER) = range(len(COUNTERS))
+ FOREIGN_CNP, FOREIGN_UD, FOREIGN_UC, FOREIGN_OTHER, CONFLICTS) = range(len(COUNTERS))
 
 
 # They take any machine with the fields that they use.
@@ -94,7 +98,7 @@ class Machine(NamedTuple):
 
     state: np.ndarray      # int64[flows, COLUMNS]
     messages: np.ndarray   # int64[rows, M_COLUMNS]
-    gaps: np.ndarray       # int64[gaps, 5]
+    gaps: np.ndarray       # int64[gaps, G_COLUMNS]
     cells: np.ndarray      # int64[cells, 6]
     meta: np.ndarray       # int64[META]
     counters: np.ndarray   # int64, named by COUNTERS
@@ -108,9 +112,10 @@ class Machine(NamedTuple):
     length: int
     ts: int
     message: int
+    why: int
 
 
-MACHINE = 26
+MACHINE = 27
 """Numbers that a Machine takes in a handle."""
 
 
@@ -124,7 +129,7 @@ def machine(where: np.ndarray, at: int) -> Machine:
     h = where[at:]
     return Machine(rows_at(h[0], h[1], h[2]), rows_at(h[3], h[4], h[5]), rows_at(h[6], h[7], h[8]),
                    rows_at(h[9], h[10], h[11]), int64s_at(h[12], h[13]), int64s_at(h[14], h[15]), h[16], h[17], h[18],
-                   h[19], h[20], h[21], h[22], h[23], h[24], h[25])
+                   h[19], h[20], h[21], h[22], h[23], h[24], h[25], h[26])
 
 
 @internal(forceinline=True)
@@ -136,6 +141,16 @@ def tell(m: Machine, flow: int, slot: int, kind: int, offset: int, addr: int, le
 
 
 @internal()
+def tell_hole(m: Machine, flow: int, slot: int, offset: int, length: int, known: int, since: int, ts: int) -> None:
+    """Append a HOLE; known: its bits, see `mirror.spans.Spans`."""
+    why = m.why + 16 * m.meta[SPANS]
+    tell(m, flow, slot, HOLE, offset, 0, length, ts)
+    store_u64(why, known)
+    store_u64(why + 8, since)
+    m.counters[HOLES] += 1
+
+
+@internal()
 def _free_gap(m: Machine, node: int) -> None:
     m.gaps[node, G_AFTER] = m.meta[GAP_FREE]
     m.meta[GAP_FREE] = node
@@ -143,13 +158,15 @@ def _free_gap(m: Machine, node: int) -> None:
 
 
 @internal(forceinline=True)
-def add_gap(m: Machine, rows: np.ndarray, row: int, column: int, start: int, end: int, ts: int, flags: int) -> None:
+def add_gap(m: Machine, rows: np.ndarray, row: int, column: int, start: int, end: int, since: int, ts: int,
+            flags: int) -> None:
     """Put start..end, which overlaps no gap, into the list whose head is rows[row, column]. A node must be free."""
     gaps, meta = m.gaps, m.meta
     node = meta[GAP_FREE]
     meta[GAP_FREE] = gaps[node, G_AFTER]
     meta[GAPS_LEFT] -= 1
-    gaps[node, G_START], gaps[node, G_END], gaps[node, G_TS], gaps[node, G_FLAGS] = start, end, ts, flags
+    gaps[node, G_START], gaps[node, G_END], gaps[node, G_FLAGS] = start, end, flags
+    gaps[node, G_SINCE], gaps[node, G_TS] = since, ts
     before, after = -1, rows[row, column]
     while after >= 0 and gaps[after, G_START] < start:
         before, after = after, gaps[after, G_AFTER]
@@ -190,7 +207,7 @@ def clear_gaps(m: Machine, rows: np.ndarray, row: int, column: int, start: int, 
             gaps[node, G_END] = start
             before = node
             if end < high:
-                add_gap(m, rows, row, column, end, high, gaps[node, G_TS], gaps[node, G_FLAGS])
+                add_gap(m, rows, row, column, end, high, gaps[node, G_SINCE], gaps[node, G_TS], gaps[node, G_FLAGS])
                 return
         else:
             gaps[node, G_START] = end
@@ -258,6 +275,20 @@ def hold(m: Machine, flow: int, psn: int, opcode: int, imm: int, addr: int, leng
         row[HELD_LAST] = cell
     m.counters[WAITED] += 1
     return True
+
+
+@internal()
+def compare_held(m: Machine, flow: int, psn: int, opcode: int, imm: int, addr: int, length: int) -> None:
+    """Another copy of a packet that may be waiting."""
+    cells = m.cells
+    cell = m.state[flow, HELD]
+    while cell >= 0 and cells[cell, H_PSN] < psn:
+        cell = cells[cell, H_AFTER]
+    if cell >= 0 and cells[cell, H_PSN] == psn and cells[cell, H_OPCODE] & DISPUTED == 0 and not (
+            cells[cell, H_OPCODE] == opcode and cells[cell, H_IMM] == imm and cells[cell, H_SIZE] == length
+            and equal(m.memory + cell * CELL, addr, length)):
+        cells[cell, H_OPCODE] |= DISPUTED
+        m.counters[CONFLICTS] += 1
 
 
 @internal()

@@ -28,11 +28,16 @@ from mirror.roce_loss import FAR_BACK, abandon, drain, fits, force, lose, reopen
 from mirror.roce_pool import at_or_before, begin, deliver, find, make_current, settle, unlink
 from mirror.roce_spans import DUPLICATE, OPEN, VOID
 from mirror.roce_state import (
+    BEFORE_TS,
     COMPLETE,
     DUPLICATE_BYTES,
     DUPLICATES,
     FORGOT,
+    G_AFTER,
+    G_END,
     G_FLAGS,
+    G_SINCE,
+    G_TS,
     GAPS,
     GAPS_LEFT,
     GIVEN,
@@ -52,6 +57,7 @@ from mirror.roce_state import (
     M_PACKETS,
     M_RKEY,
     M_SEEN,
+    M_TS,
     M_VA,
     MISFITS,
     MTU,
@@ -64,12 +70,14 @@ from mirror.roce_state import (
     RESPONSES,
     RESTARTS,
     SEEN_TS,
+    SHORT,
     STRANGERS,
     TRUNCATED,
     VOIDED,
     Machine,
     add_gap,
     clear_gaps,
+    compare_held,
     gap_at,
     hold,
     tell,
@@ -79,6 +87,7 @@ from mirror.roce_wire import ATOMIC, CLASS, FIRST, IMMEDIATE, LAST, PART, READ, 
 MASK = 0xFFFFFF
 FAR_AHEAD = 1 << 20                      # packets: a longer outage is believed only on a second packet
 _NEW, _FILL, _REPEAT = range(3)
+_TOGETHER = 1_000_000                    # ns within which packets that were cut make one gap
 
 
 @internal()
@@ -107,9 +116,9 @@ def _start(m: Machine, flow: int, psn: int, first: bool, ts: int) -> None:
     row[NEXT] = psn
     tell(m, flow, -1, OPEN, 0, 0, 0, ts)
     if m.meta[GAPS_LEFT] > 8:
-        add_gap(m, m.state, flow, GAPS, psn - FAR_BACK, psn if first else psn - 1, ts, QUIET | GIVEN)
+        add_gap(m, m.state, flow, GAPS, psn - FAR_BACK, psn if first else psn - 1, 0, ts, QUIET | GIVEN)
         if not first:
-            add_gap(m, m.state, flow, GAPS, psn - 1, psn, ts, QUIET)
+            add_gap(m, m.state, flow, GAPS, psn - 1, psn, 0, ts, QUIET)
             watch(m, flow, ts)
 
 
@@ -136,7 +145,7 @@ def _seen(m: Machine, flow: int, psn: int, count: int, ts: int) -> None:
         clear_gaps(m, m.state, flow, GAPS, psn, psn + count)
     elif psn > row[NEXT]:
         m.counters[OUT_OF_ORDER] += 1
-        add_gap(m, m.state, flow, GAPS, row[NEXT], psn, ts, 0)
+        add_gap(m, m.state, flow, GAPS, row[NEXT], psn, row[BEFORE_TS], ts, 0)
         watch(m, flow, ts)
     row[NEXT] = max(row[NEXT], psn + count)
 
@@ -144,12 +153,28 @@ def _seen(m: Machine, flow: int, psn: int, count: int, ts: int) -> None:
 @internal()
 def _cut(m: Machine, flow: int, psn: int, ts: int) -> None:
     """Packet `psn` passed, but its payload was cut off by the capture: it is missing."""
-    row = m.state[flow]
+    row, gaps = m.state[flow], m.gaps
     m.counters[TRUNCATED] += 1
-    if psn >= row[NEXT]:
-        add_gap(m, m.state, flow, GAPS, row[NEXT], psn + 1, ts, 0)
+    since, known = row[BEFORE_TS], SHORT
+    if psn < row[NEXT]:
+        node = gap_at(m, row[GAPS], psn)
+        if node < 0 or gaps[node, G_FLAGS] & (GIVEN | SHORT):
+            return
+        since, ts, known = gaps[node, G_SINCE], gaps[node, G_TS], gaps[node, G_FLAGS] | SHORT
+        clear_gaps(m, m.state, flow, GAPS, psn, psn + 1)
+    else:
+        if psn > row[NEXT]:
+            add_gap(m, m.state, flow, GAPS, row[NEXT], psn, since, ts, 0)
         row[NEXT] = psn + 1
         watch(m, flow, ts)
+        node = row[GAPS]
+        while node >= 0 and gaps[node, G_END] < psn:
+            node = gaps[node, G_AFTER]
+        if (node >= 0 and gaps[node, G_END] == psn and gaps[node, G_FLAGS] == SHORT
+                and ts - gaps[node, G_TS] < _TOGETHER):
+            gaps[node, G_END] = psn + 1  # a switch that cuts one cuts all: else a list of thousands
+            return
+    add_gap(m, m.state, flow, GAPS, psn, psn + 1, since, ts, known)
 
 
 @internal(forceinline=True)
@@ -273,6 +298,8 @@ def _later(m: Machine, flow: int, novelty: int, psn: int, opcode: int, addr: int
     if slot < 0:
         if novelty == _REPEAT:
             m.counters[OLD] += 1         # it waits already, or its message is long over
+            if whole and row[HELD] >= 0:
+                compare_held(m, flow, psn, opcode, imm, addr, length)
         elif not _possible(last, length, row[MTU]):
             m.counters[MISFITS] += 1
         elif not whole:
@@ -332,7 +359,7 @@ def request(m: Machine, flow: int, opcode: int, wire_psn: int, headers: int, add
             m.counters[LATE] += 1
         elif gap < 0 and ts - row[SEEN_TS] > long:  # no retry comes after so long a silence
             psn, novelty = _restart(m, flow, wire_psn, first, ts), _NEW
-    row[SEEN_TS] = ts
+    row[BEFORE_TS], row[SEEN_TS] = row[SEEN_TS], ts
     if first:
         _first(m, flow, novelty, psn, opcode, headers, addr, length, whole, ts)
     else:
@@ -371,7 +398,7 @@ def response(m: Machine, flow: int, opcode: int, wire_psn: int, addr: int, lengt
         clear_gaps(m, m.messages, slot, M_GAPS, index, index + 1)
     else:
         if index > message[M_SEEN]:
-            add_gap(m, m.messages, slot, M_GAPS, message[M_SEEN], index, ts, GIVEN | QUIET)
+            add_gap(m, m.messages, slot, M_GAPS, message[M_SEEN], index, message[M_TS], ts, GIVEN | QUIET)
         message[M_SEEN] = index + 1
     if PART[opcode] & LAST == 0:
         row[MTU] = message[M_MTU]

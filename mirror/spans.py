@@ -6,10 +6,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["CLOSE", "CONFLICT", "DATA", "DUPLICATE", "HOLE", "KIND_NAMES", "OPEN", "Spans"]
+__all__ = [
+    "CLOSE", "CONFLICT", "CUT", "DATA", "DUPLICATE", "HOLE", "KIND_NAMES", "OPEN", "PROVEN", "Spans",
+]  # fmt: skip
 
 DATA, HOLE, DUPLICATE, OPEN, CLOSE, CONFLICT = range(6)
 KIND_NAMES = ("data", "hole", "duplicate", "open", "close", "conflict")
+
+# What is known of a HOLE, bits of its `why`.
+CUT, PROVEN = 1, 2
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +26,8 @@ class Spans:
 
     DATA: the range offset, length of the stream, in order and gapless (offset is the end of the flow's DATA or
         HOLE before it); its bytes are at addr.
-    HOLE: the next range of the stream, bytes that were never captured.
+    HOLE: the next range of the stream, bytes that were never captured. `why` says what is known of all of them. CUT:
+        a frame that carried them came, and they were cut off. PROVEN: the receiver acknowledged them, so they passed.
     DUPLICATE: bytes, at addr, of a range before the end of what was delivered: for comparison by a consumer that
         still has the first copy. Where it had a HOLE they are late bytes of that hole.
     OPEN: the flow id begins a new stream at offset 0, and whatever was known of the id before is over.
@@ -43,8 +49,13 @@ class Spans:
     length: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """int64: bytes, or the flag of OPEN and CLOSE."""
     ts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64: capture time of the frame that carried the bytes, ns since the epoch; of HOLE: when given up."""
+    """int64: capture time of the frame that carried the bytes, ns since the epoch; of HOLE: of the first frame that
+    showed that they are missing."""
+    why: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    """int64[n, 2], of HOLE alone: bits, and the capture time of the last frame before it, 0 if there was none."""
     n: int = 0
+    holes: int = 0
+    """How many of them are HOLE."""
 
     def __len__(self) -> int:
         return self.n
@@ -53,5 +64,6 @@ class Spans:
         """Make room for `capacity` spans; what the arrays held is lost."""
         if capacity <= self.flow.size:
             return
-        for name in ("flow", "kind", "offset", "addr", "length", "ts"):
-            setattr(self, name, np.empty(capacity, getattr(self, name).dtype))
+        for name in ("flow", "kind", "offset", "addr", "length", "ts", "why"):
+            old = getattr(self, name)
+            setattr(self, name, np.empty((capacity, *old.shape[1:]), old.dtype))

@@ -30,10 +30,13 @@ from mirror.reorder import (
     CONFLICTS,
     COUNTERS,
     CURSOR,
+    CUTS,
+    CUTS_TAIL,
     END,
     FREE,
     HEAD,
     HINT,
+    HOLES,
     NEXT,
     SPANS,
     SPENT_HEAD,
@@ -53,7 +56,7 @@ __all__ = ["CLOSE", "CONFLICT", "DATA", "DUPLICATE", "HOLE", "OPEN", "Spans", "T
 _MOST_CONFLICTS = 4096
 # The most spans that a segment, a cell or a flow can cause in one call (counted over the state machine, and checked
 # by the kernel before every write).
-_PER_SEGMENT, _PER_CELL, _PER_FLOW = 12, 3, 6
+_PER_SEGMENT, _PER_CELL, _PER_FLOW = 12, 3, 8
 
 
 class TcpReassembler:
@@ -78,7 +81,7 @@ class TcpReassembler:
         self._memory = np.empty(cells * CELL, np.uint8)
         self._spans = Spans()
         self._state = np.zeros((flows.capacity, COLUMNS), np.int64)
-        self._state[:, [HEAD, TAIL, CURSOR, HINT]] = -1
+        self._state[:, [HEAD, TAIL, CURSOR, HINT, CUTS, CUTS_TAIL]] = -1
         self._cell_table = np.zeros((cells, 7), np.int64)
         self._cell_table[:, AFTER] = np.arange(1, cells + 1)
         self._cell_table[-1, AFTER] = -1
@@ -87,7 +90,7 @@ class TcpReassembler:
         self._meta[FREE] = 0
         self._counters = np.zeros(len(COUNTERS), np.int64)
         self._conflicts: list[tuple[int, int, int]] = []
-        self._conflicts_seen = 0
+        self._conflicts_seen = self._holes_seen = 0
         self._machine: Machine | None = None
         self._base: np.ndarray | None = None
 
@@ -157,13 +160,15 @@ class TcpReassembler:
                 self._state, self._cell_table, self._meta, self._counters, address_of(self._memory),
                 address_of(table.peer), address_of(table.live), spans.flow.size, address_of(spans.flow),
                 address_of(spans.kind), address_of(spans.offset), address_of(spans.addr), address_of(spans.length),
-                address_of(spans.ts),
-            )
+                address_of(spans.ts), address_of(spans.why),
+            )  # fmt: skip
         return self._machine
 
     def _finish(self) -> Spans:
         spans = self._spans
         spans.n = int(self._meta[SPANS])
+        holes = int(self._counters[HOLES])
+        spans.holes, self._holes_seen = holes - self._holes_seen, holes
         if self._counters[CONFLICTS] != self._conflicts_seen:
             self._conflicts_seen = int(self._counters[CONFLICTS])
             index = np.flatnonzero(spans.kind[: spans.n] == CONFLICT)[: _MOST_CONFLICTS - len(self._conflicts)]

@@ -28,6 +28,7 @@ from mirror.reorder import (
     PROBES,
     REPOSITIONED,
     REVIEWED,
+    SEEN,
     STATE,
     STRANGER,
     STRANGERS,
@@ -43,6 +44,7 @@ from mirror.reorder import (
     wait,
 )
 from mirror.spans import DATA, DUPLICATE
+from mirror.tcp_holes import note_cut
 from mirror.tcp_stream import (
     BIAS,
     CLOSED,
@@ -102,6 +104,8 @@ def _place(m: Machine, flow: int, offset: int, present: int, length: int, addr: 
         m.counters[PROBES] += 1
         return
     row[END] = max(row[END], offset + length)
+    if present < length:
+        note_cut(m, flow, offset + present, offset + length)
     if offset < row[NEXT]:
         _duplicate(m, flow, offset, present, length, addr, ts)
     start, end = max(offset, row[NEXT]), offset + present
@@ -127,6 +131,8 @@ def _place_pending(m: Machine, flow: int, offset: int, present: int, length: int
         return
     if present > 0:
         hold(m, flow, offset, offset + present, addr, ts)
+    if present < length:
+        note_cut(m, flow, offset + present, offset + length)
     if row[FINAL] >= 0 and offset + length > row[FINAL]:
         row[FINAL] = -1  # the FIN was of an older connection
     row[END] = max(row[END], offset + length)
@@ -231,6 +237,7 @@ def feed(m: Machine, flows: np.ndarray, flags: np.ndarray, numbers: np.ndarray, 
                 emit(m, flow, DATA, at, numbers[i, 2], length, ts)
                 counters[DELIVERED] += length
                 row[NEXT] = row[END] = at + length
+                row[SEEN] = ts
         elif not (plain and length == 0 and (row[BASE] + row[NEXT] - seq) & MASK < WINDOW):
             _segment(m, flow, flag, seq, ack, numbers[i, 2], numbers[i, 3], length, ts)
         if flag & ACK:

@@ -51,6 +51,7 @@ from mirror.reorder import (
     OLD_ACK,
     OPENED,
     REVIEWED,
+    SEEN,
     SNAP,
     SNAP_TS,
     STATE,
@@ -63,12 +64,12 @@ from mirror.reorder import (
     discard,
     drain,
     emit,
-    give_up,
     peer_of,
     unwait,
     wait,
 )
 from mirror.spans import CLOSE, OPEN
+from mirror.tcp_holes import forget_cuts, give_up, move_cuts
 
 NONE, PENDING, ESTABLISHED, CLOSED = range(4)
 RESET, FROM_MIDDLE = 1, 2                # bits of FLAGS
@@ -92,6 +93,7 @@ def open_stream(m: Machine, flow: int, base: int, from_middle: bool, ts: int) ->
     row[NEXT] = row[END] = row[ACKED] = 0
     row[FINAL] = row[STRANGER] = row[HINT] = -1
     row[FLAGS] = FROM_MIDDLE if from_middle else 0
+    row[SEEN] = ts
     emit(m, flow, OPEN, 0, 0, 0 if from_middle else 1, ts)
     m.counters[MIDSTREAM if from_middle else OPENED] += 1
 
@@ -102,6 +104,7 @@ def settle(m: Machine, flow: int, ts: int) -> None:
     row = m.state[flow]
     if row[FINAL] >= 0 and row[NEXT] >= row[FINAL]:
         discard(m, flow)
+        forget_cuts(m, flow)
         if row[WAITING]:
             unwait(m, flow)
         row[STATE] = CLOSED
@@ -114,6 +117,7 @@ def settle(m: Machine, flow: int, ts: int) -> None:
             wait(m, flow, ts)
     elif row[WAITING]:
         unwait(m, flow)
+        forget_cuts(m, flow)
 
 
 @internal()
@@ -137,6 +141,7 @@ def start_from_middle(m: Machine, flow: int, ts: int) -> None:
     row = m.state[flow]
     if row[HEAD] < 0 and row[END] == BIAS:
         unwait(m, flow)
+        forget_cuts(m, flow)
         row[STATE] = NONE
     else:
         start_pending(m, flow, lowest(m, flow), True, ts)
@@ -155,6 +160,7 @@ def start_pending(m: Machine, flow: int, start: int, from_middle: bool, ts: int)
             cells[cell, BAD_FROM] -= start
             cells[cell, BAD_TO] -= start
         cell = cells[cell, AFTER]
+    move_cuts(m, flow, start)
     open_stream(m, flow, (row[BASE] + start) & MASK, from_middle, ts)
     row[END] = end
     row[FINAL] = final - start if final >= 0 else -1
@@ -173,7 +179,7 @@ def flush_stream(m: Machine, flow: int, ts: int) -> None:
         return
     end = _gap_end(m, flow)
     while row[NEXT] < end:
-        give_up(m, flow, end, ts)
+        give_up(m, flow, end)
         drain(m, flow, ts)
         end = _gap_end(m, flow)
     settle(m, flow, ts)
@@ -188,6 +194,7 @@ def abandon(m: Machine, flow: int, ts: int) -> None:
         store_u8(m.live + flow, 0)
         emit(m, flow, CLOSE, row[NEXT], 0, 1, ts)
         m.counters[CLOSED_RST] += 1
+    forget_cuts(m, flow)
     row[STATE] = NONE
     row[HINT] = -1
 
@@ -245,7 +252,7 @@ def force(m: Machine, ts: int) -> None:
             start_from_middle(m, flow, ts)
         while row[STATE] == ESTABLISHED and row[HEAD] >= 0 and m.meta[USED] > limit:
             m.counters[FORCED] += 1
-            give_up(m, flow, _gap_end(m, flow), ts)
+            give_up(m, flow, _gap_end(m, flow))
             drain(m, flow, ts)
             settle(m, flow, ts)
         flow = after
@@ -272,7 +279,7 @@ def review(m: Machine, clock: int, grace: int, short: int, long: int) -> None:
             stop = end if clock - row[GAP_TS] >= patience else min(end, row[OLD_ACK])
             if stop <= row[NEXT]:
                 break
-            give_up(m, flow, stop, clock)
+            give_up(m, flow, stop)
             if stop == end:
                 drain(m, flow, clock)
             end = _gap_end(m, flow)

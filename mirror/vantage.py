@@ -159,6 +159,16 @@ class Vantage:
         """The group's number for `Block.vantage` of an interface's or a file's frames; 0 if none was declared."""
         return self._interfaces.get(name, 0)
 
+    def carriers(self, group: int) -> frozenset[int]:
+        """The groups whose frames can show a flow of `group`: itself, and those in which its tunnels were seen."""
+        rows = self.table.rows
+        found, ahead = {group}, [group]
+        while ahead:
+            below = set((rows[rows[:, GROUP] == ahead.pop(), WHERE] >> 8).tolist()) - found
+            found |= below
+            ahead += below
+        return frozenset(found)
+
     @property
     def evicted(self) -> int:
         """How often a tunnel was pushed out of the table by a newer one."""

@@ -14,6 +14,9 @@ all-reduces of a window are only believed for one of these reasons:
 
 Groups only ever add to the wire. So where a later marker's count agrees those before did, too, and a marker that the
 wire had left behind was only late.
+
+Behind a step that was not understood nobody knows whether the next window begins where c10d's number says, over gloo
+neither: from there on canaries tell, until the counts agree once.
 """
 
 from __future__ import annotations
@@ -88,15 +91,23 @@ class Counts:
 
     def __init__(self, every: bool) -> None:
         self.every = every
+        self.astray = False
+        """The last steps were not understood: only canaries tell, or counts that agree."""
         self._certain = True  # the last window ended where c10d's number says
+        self._apart = False  # c10d's numbers were seen to run apart from the tags
 
     def problem(self, window: Window, later: Iterable[tuple[int, int]], seen: Mapping[int, int]) -> str | None:
         """Why nothing but canaries can tell which of a window's all-reduces are the step's; None if the counts do.
 
         later: (end, arrived) of later markers; seen: tag -> when it was first seen, ns.
         """
-        if self._counted(window, later, seen):
+        if self.agreed(window, later, seen):
             return None
+        if self.astray:
+            return (
+                "no element of the gradient was reported to check, and as steps before it were not understood, nothing "
+                "tells where its collectives begin"
+            )
         if window.arrived is None:
             return (
                 "no element of the gradient was reported to check, and what the wire had shown when its marker came is "
@@ -116,17 +127,31 @@ class Counts:
         self, window: Window, later: Iterable[tuple[int, int]], seen: Mapping[int, int], decided: bool
     ) -> None:
         """The step of this window is claimed. decided: every collective of it is known for what it is."""
-        self._certain = self.every or (decided and self._counted(window, later, seen))
+        self._certain = self.agreed(window, later, seen) and (self.every or decided)
+        self.astray = self.astray and not self._certain
 
-    def _counted(self, window: Window, later: Iterable[tuple[int, int]], seen: Mapping[int, int]) -> bool:
+    def agreed(self, window: Window, later: Iterable[tuple[int, int]], seen: Mapping[int, int]) -> bool:
         """Whether the window is known to end where c10d's number says."""
-        if self.every or (self._certain and window.calls == window.own):
+        if (self.every and not self.astray) or (self._certain and window.calls == window.own):
             return True
-        if window.arrived is None:
+        if window.arrived is None or self._apart:
             return False
         state = shown(seen, window.end, window.arrived)
         return state == AGREE or (state == AHEAD and any(shown(seen, *one) == AGREE for one in later))
 
+    def open(self, window: Window, seen: Mapping[int, int], decided: bool) -> bool:
+        """Whether what is still to come may show that a window ends where c10d's number says. decided: every collective
+        of it is known for what it is."""
+        return not decided or window.arrived is None or shown(seen, window.end, window.arrived) == AHEAD
+
     def unmarked(self, own: bool) -> None:
         """A step was claimed without its marker. own: nothing but DDP's collectives lay in front of its end."""
         self._certain = self.every or (self._certain and own)
+
+    def blank(self) -> None:
+        """The step of a window was not understood."""
+        self._certain, self.astray = False, True
+
+    def ran_apart(self) -> None:
+        """c10d's numbers and the tags were seen to run apart: that they agree once proves nothing."""
+        self._apart = True

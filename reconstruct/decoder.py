@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mirror.loss import Evidence
 from reconstruct.landing import Landing
 
 __all__ = [
@@ -106,13 +107,17 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two copies of bytes offset..offset+length of an all-reduce differ; its landing is poisoned."""
+    """Two copies of bytes offset..offset+length of an all-reduce differ; its landing is poisoned.
+
+    sender: of the link that showed the further copy; source: what was being read when it was found, "" if nothing.
+    """
 
     group: str
     tag: int
     offset: int
     length: int
     sender: int
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,8 @@ class Decoder(Protocol):
     """Groups by name; one that was not added raises KeyError, but for `remove_group` and `landing`."""
 
     planner: Planner
+    evidence: Evidence
+    """What the sources lost, for `causes`."""
 
     def remove_group(self, name: str) -> None:
         """Forget a group and everything held for it; unknown names are ignored."""
@@ -170,11 +177,18 @@ class Decoder(Protocol):
         0: a link whose number stays the same has shown every one of the time between.
         """
 
+    def newest(self, group: str) -> dict[tuple[int, int], int]:
+        """The links of `gaps` -> the highest tag that each has shown: it may stand still while others go on."""
+
     def can_begin(self, request: Request, size: int, itemsize: int) -> bool:
         """Whether what was first seen of a collective on a link can be an all-reduce of that size."""
 
     def landing(self, group: str, tag: int) -> Landing | None:
         """The landing of an all-reduce, complete or not; valid until it is retired."""
+
+    def causes(self, group: str, tag: int, size: int = 0) -> list[tuple[int, int, str]]:
+        """Why bytes of an all-reduce are missing: (byte offset, length, one of `mirror.loss.CAUSES`), in order, of
+        exactly the holes of its landing; of one without a landing of all `size` bytes."""
 
     def fits(self, group: str, tag: int, size: int, itemsize: int) -> bool:
         """Whether `place` with that size would place an all-reduce, or has. Several sizes may fit: NCCL fills up the
@@ -188,8 +202,9 @@ class Decoder(Protocol):
     def place(self, group: str, tag: int, size: int, itemsize: int) -> Landing | None:
         """Place an all-reduce that was planned RAW, now that its size is known; None if the size does not fit."""
 
-    def settled(self, group: str, tag: int) -> bool:
-        """Whether no link can bring anything more of an all-reduce."""
+    def settled(self, group: str, tag: int, behind: int) -> bool:
+        """Whether no link can bring anything more of an all-reduce. What begins when it is over has a tag from `behind`
+        on: a link that has shown that is done with it."""
 
     def retire(self, group: str, below_tag: int) -> None:
         """Free everything held of collectives with tags below `below_tag`."""

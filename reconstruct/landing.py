@@ -23,6 +23,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from mirror.internal import internal
+from mirror.loss import Why
 from mirror.memory import address_of, copy, equal, load_u8, load_u32, load_u64, store_u32, store_u64
 
 __all__ = [
@@ -35,6 +36,7 @@ SEGMENT_BYTES = 65536
 
 ALIGNMENT = 64
 MAX_CONFLICTS = 64
+_MAX_LOSSES = 1 << 14
 COMPLETED, CONFLICTED, DROPPED = 1, 2, 4
 
 # Words of `meta`.
@@ -42,6 +44,7 @@ COMPLETED, CONFLICTED, DROPPED = 1, 2, 4
  LOST_PIECES) = range(16)
 META_WORDS = 16
 
+_DIFFERENT, _CONDEMNED = 1, 2  # bits of POISONED: what the log tells of, and everything
 _SPARE = 24         # ranges beside those at segment borders that one packet may begin: lines of LL128
 _NONE = 0xFFFFFFFF                       # a list's end, -1, as `load_u32` reads it
 
@@ -104,13 +107,13 @@ def poison(meta: np.ndarray, offset: int, count: int, sender: int) -> None:
     if number < MAX_CONFLICTS:
         log[number, 0], log[number, 1], log[number, 2] = offset, count, sender
     meta[CONFLICTS] = number + 1
-    meta[POISONED] = 1
+    meta[POISONED] |= _DIFFERENT
 
 
 @internal()
 def condemn(address: int) -> None:
     """Mark the landing whose meta words are at `address` as one of a wrong size."""
-    meta_words(address)[POISONED] = 1
+    meta_words(address)[POISONED] |= _CONDEMNED
 
 
 @internal()
@@ -304,6 +307,8 @@ class Landing:
         self._heads = np.full(count, -1, np.int32)
         self._log = np.zeros((MAX_CONFLICTS, 3), np.int64)
         self._told = 0  # conflicts
+        self.losses: list[tuple[int, int, Why]] = []
+        """(start, end, why) of bytes that links lost; others may have shown them since."""
         self._limit = count + 64 + size // 256
         self._meta = np.zeros(META_WORDS, np.int64)
         self._meta[[DATA, SIZE, SEGMENT, IDENT]] = address_of(self.data), size, segment, ident
@@ -347,6 +352,15 @@ class Landing:
         """[offset, length, sender] of ranges with differing copies; the first 64 are kept."""
         return self._log[: min(MAX_CONFLICTS, int(self._meta[CONFLICTS]))].tolist()
 
+    @property
+    def disputed(self) -> np.ndarray | None:
+        """int64[n, 2], (offset, length) of what cannot be trusted because copies differ, in the order in which it was
+        found; None: nothing can, as the size is wrong or there were more conflicts than are kept."""
+        count = int(self._meta[CONFLICTS])
+        log = self._log[:count, :2].copy()
+        whole = self._meta[POISONED] & _CONDEMNED or count > MAX_CONFLICTS or (log[:, 1] < 1).any()
+        return None if whole else log
+
     def untold_conflicts(self) -> list[list[int]]:
         """Those of `conflicts` that were not asked for by this before."""
         conflicts = self.conflicts
@@ -369,6 +383,11 @@ class Landing:
         """[start, end] of every covered range, cut at segment borders, in order."""
         return _covered(self.address).tolist()
 
+    def lose(self, offset: int, length: int, why: Why) -> None:
+        """Bytes that a link would have shown were lost on it. The first 16384 are kept."""
+        if len(self.losses) < _MAX_LOSSES:
+            self.losses.append((offset, offset + length, why))
+
     def put(self, offset: int, data: np.ndarray, sender: int, ts: int) -> int:
         """`put_across` of uint8[n] from Python, making nodes as needed."""
         if not 0 <= offset <= offset + data.size <= self.size:
@@ -383,12 +402,15 @@ class Landing:
 
     def merge(self, other: Landing, sender: int) -> int:
         """Take over every covered byte of `other` (same size); returns the flags of `deposit` together."""
+        self.losses += other.losses[: _MAX_LOSSES - len(self.losses)]
         result = 0
         for start, end in other.ranges():
             result |= self.put(start, other.data[start:end], sender, other.time)
         if other.poisoned:
-            for offset, length, who in other.conflicts or [[0, 0, sender]]:
+            for offset, length, who in other.conflicts:
                 self.poison(offset, length, who)
+            if other.disputed is None:
+                self.condemn()
             result |= CONFLICTED
         return result
 
@@ -398,7 +420,7 @@ class Landing:
 
     def condemn(self) -> None:
         """Record that the all-reduce is not of this size: the landing is never complete again."""
-        self._meta[POISONED] = 1
+        self._meta[POISONED] |= _CONDEMNED
 
     def grow(self, capacity: int = 0) -> None:
         """Make more range nodes (twice as many, up to the bound) for `deposit`."""

@@ -26,7 +26,10 @@ class Layouts:
         self.rebuilt: Layout | None = self.initial if ddp.rebuilt_buckets else None
         self.first_tag: int | None = 0 if ddp.rebuilt_buckets else None
         self.first_passes = 2 if ddp.static_graph else 1  # reductions that DDP makes with the initial layout
+        self.unsure = False
+        """It is not known how many reductions there were so far: only a marker tells which layout is in force."""
         self._pending = ddp.layout_pending  # the initial layout need not apply to the first pass after the attach
+        self._over = False  # a marker said that DDP has rebuilt its buckets
         self._specs = specs
         self._padding = padding
         self._order: tuple[int, np.ndarray] | None = None  # tag and content of the first layout broadcast
@@ -88,7 +91,7 @@ class Layouts:
         """The layout of a reduction with `tag` after at most `passes` whole ones; None while not certain."""
         if self.rebuilt is not None and self.first_tag is not None:
             return self.rebuilt if tag >= self.first_tag else self.initial
-        return self.initial if passes < self.first_passes and not self._pending else None
+        return self.initial if passes < self.first_passes and not (self._pending or self.unsure) else None
 
     def of_step(self, rebuilt: bool | None, steps: int, more: bool) -> tuple[Layout, int] | None:
         """(layout of a step's reduction, first tag that it can have), None while it is not known.
@@ -121,7 +124,14 @@ class Layouts:
             parts.append((self.rebuilt, self.first_tag or 0, count - first))
         return [part for part in parts if part[2]]
 
-    def settled(self, steps: int, start: int) -> None:
-        """`steps` steps are claimed since the attach, and `start` is the first collective after them."""
-        if self.rebuilt is not None and self.first_tag is None and steps >= self.first_passes:
+    def settled(self, steps: int, start: int, rebuilt: bool | None = None) -> None:
+        """`steps` steps are over since the attach, and `start` is the first collective after them. rebuilt: what the
+        last one's marker says."""
+        self._over = self._over or bool(rebuilt)
+        over = self._over or (steps >= self.first_passes and not self.unsure)
+        if self.rebuilt is not None and self.first_tag is None and over:
             self.first_tag = start
+
+    def blank(self) -> None:
+        """Of a step it is not known which reductions it had."""
+        self.unsure = self.unsure or self.first_tag is None

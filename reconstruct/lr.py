@@ -16,29 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from flowcheck.description import JobDescription
-
-SCHEDULERS = (
-    "StepLR",
-    "MultiStepLR",
-    "ConstantLR",
-    "LinearLR",
-    "ExponentialLR",
-    "CosineAnnealingLR",
-    "PolynomialLR",
-    "OneCycleLR",
-    "CosineAnnealingWarmRestarts",
-    "SequentialLR",
-    "ChainedScheduler",
-)
-"""Schedulers whose next value follows from their own attributes and the param groups alone."""
+from flowcheck.specs import NESTED, SCHEDULERS
 
 MAX_AHEAD = 1_000_000
 """Steps that one question may lie ahead of the one before: each costs a call of the scheduler."""
 
 MAX_ANSWERS = 256
 """Answers kept, so that a marker that comes late does not start the replay again."""
-
-NESTED = "_schedulers"
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mirror.loss import Why
 from reconstruct.gloo import schedule
 from reconstruct.landing import Landing
 
@@ -58,6 +59,10 @@ class Budget:
         """The landing with a number."""
         return self._landings[ident]
 
+    def find(self, ident: int) -> Landing | None:
+        """The same, None if it was freed."""
+        return self._landings.get(ident)
+
     def free(self, landing: Landing) -> None:
         """Take a landing back; its `data` is empty from now on."""
         del self._landings[landing.ident]
@@ -95,12 +100,12 @@ class Budget:
 
 @dataclass(slots=True)
 class RawMessage:
-    """A message kept raw: stream offset of its payload, its bytes, [offset, length] of what is missing."""
+    """A message kept raw: stream offset of its payload, its bytes, (offset, length, why) of what is missing."""
 
     start: int
     length: int
     data: np.ndarray | None
-    holes: list[list[int]] = field(default_factory=list)
+    holes: list[tuple[int, int, Why]] = field(default_factory=list)
     doubtful: bool = False
     time: int = 0
 
@@ -109,7 +114,7 @@ class RawMessage:
         if self.data is None or self.doubtful:
             return []
         result, at = [], 0
-        for offset, length in sorted(self.holes):
+        for offset, length, _ in sorted(self.holes):
             if offset > at:
                 result.append((at, offset))
             at = max(at, offset + length)
@@ -167,4 +172,6 @@ class RawLink:
             if final and length == message.length and message.data is not None:
                 for start, end in message.ranges():
                     landing.put(offset + start, message.data[start:end], self.sender, message.time)
+                for start, size, why in message.holes:
+                    landing.lose(offset + start, size, why)
             self.placed += 1

@@ -52,6 +52,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def as_tensor(data: np.ndarray, dtype: str) -> torch.Tensor:
     """A flat tensor over uint8 bytes, without a copy."""
+    if not len(data):  # numpy may give it a stride that torch cannot view as another dtype
+        return torch.empty(0, dtype=torch_dtype(dtype))
     return torch.from_numpy(data).view(torch_dtype(dtype))
 
 
@@ -172,6 +174,24 @@ def copy_version(source: Version, target: Version) -> None:
     if target.state_keys != source.state_keys:
         target.replace_state_keys(source.state_keys)
     target.step, target.groups = source.step, source.groups
+    target.unknown, target.uncounted = source.unknown.copy(), source.uncounted
+
+
+def blank_step(version: Version, name: str, groups: list[dict[str, Any]]) -> None:
+    """Count a step of optimizer `name` whose gradients nobody knows.
+
+    Every parameter that DDP reduces had a gradient; one without state got it, with whatever values.
+    """
+    for slot in version.layout.slots:
+        if not slot.stepped:
+            continue
+        keys = version.state_keys.get(slot.name)
+        if not keys:
+            keys = expected_keys(name, groups[slot.group])
+            version.set_state_keys(slot.name, keys)
+            version.counters(slot)[:] = 0
+        if "step" in keys:
+            version.counters(slot)[:] += 1
 
 
 def _part(flat: torch.Tensor, slot: Slot, lo: int, hi: int) -> torch.Tensor:

@@ -6,12 +6,9 @@ are kept until the layout is known or the list of their lengths tells the size. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from flowcheck.description import TensorSpec
 from reconstruct.buckets import Layout
 from reconstruct.decoder import IGNORE, RAW, AllReduce, Decoder, Plan, Request
 from reconstruct.landing import Landing
@@ -19,6 +16,7 @@ from reconstruct.numbering import FOREVER
 from reconstruct.windows import tell_apart
 
 MAX_REDUCTIONS = 4096
+_KEPT = 1024  # of so many, once there are more
 _MAX_SEEN = 1 << 16
 
 
@@ -38,6 +36,8 @@ class Reductions:
     def __init__(self, group: str, decoder: Decoder) -> None:
         self.held: dict[int, Reduction] = {}
         self.seen: dict[int, int] = {}  # tag of any collective -> when its first payload was captured
+        self.dropped = 0
+        """Tags below this were forgotten although no step had used them: nobody knows any more what they were."""
         self._foreign: set[int] = set()
         self._group = group
         self._decoder = decoder
@@ -128,8 +128,10 @@ class Reductions:
         return iter(sorted(tag for tag in self.held if start <= tag < end))
 
     def unseen(self, start: int, end: int) -> set[int]:
-        """Tags in [start, end) of which nothing at all was seen: nobody knows what they are."""
-        return {tag for tag in range(start, min(end, start + _MAX_SEEN)) if tag not in self.seen}
+        """Tags in [start, end) of which nothing at all was seen: nobody knows what they are. One stands for all that
+        were `dropped`."""
+        first = max(start, self.dropped - 1)
+        return {tag for tag in range(first, min(end, first + _MAX_SEEN)) if tag not in self.seen}
 
     def undecided(self, layout: Layout, start: int, end: int, until: int) -> set[int]:
         """Tags in [start, end), first seen up to `until` (ns), of which too little was seen to tell whether they are
@@ -147,35 +149,24 @@ class Reductions:
         self.seen = {tag: time for tag, time in self.seen.items() if tag >= below}
         self._foreign = {tag for tag in self._foreign if tag >= below}
 
+    def drop(self) -> bool:
+        """Forget the oldest if there are too many, as when no step ever uses them; whether there were."""
+        if len(self.held) <= MAX_REDUCTIONS:
+            return False
+        self.dropped = sorted(self.held)[-_KEPT]
+        self.forget(self.dropped)
+        return True
+
     def landing(self, tag: int) -> Landing | None:
         return self._decoder.landing(self._group, tag)
-
-    def gradients(self, layout: Layout, tags: Sequence[int], specs: Sequence[TensorSpec]) -> dict[int, np.ndarray]:
-        """DDP parameter index -> uint8 view of its elements, of complete all-reduces: tags[b] carries bucket b."""
-        found: dict[int, np.ndarray] = {}
-        for bucket, tag in zip(layout.buckets, tags, strict=True):
-            held = self.landing(tag)
-            assert held is not None
-            for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-                found[index] = held.data[offset : offset + specs[index].nbytes]
-        return found
-
-    def holes(self, layout: Layout, tags: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(bucket, byte offset, length) of what is missing where tags[b] carries bucket b and the rest was not seen."""
-        found = []
-        for number, bucket in enumerate(layout.buckets):
-            held = self.landing(tags[number]) if number < len(tags) else None
-            missing = held.holes() if held is not None else [[0, bucket.nbytes]]
-            found += [(number, int(offset), int(length)) for offset, length in missing]
-        return found
 
     def complete(self, tag: int) -> bool:
         held = self.landing(tag)
         return held is not None and held.complete
 
-    def settled(self, tag: int) -> bool:
-        """Whether no link brings anything more of it."""
-        return self._decoder.settled(self._group, tag)
+    def settled(self, tag: int, behind: int) -> bool:
+        """Whether no link brings anything more of it; what begins when it is over has a tag from `behind` on."""
+        return self._decoder.settled(self._group, tag, behind)
 
     def time(self, tag: int) -> int:
         """When its newest byte was captured, ns."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from reconstruct.markers import Canary
+from reconstruct.ranges import Ranges
 
 __all__ = ["NO_WAITS", "SECOND", "Notice", "StepConfirmed", "StepLost", "StepReady", "TrackerEvent", "Waits"]
 
@@ -37,10 +38,14 @@ NO_WAITS = Waits(-(1 << 62), -(1 << 62), -(1 << 62))
 
 @dataclass(frozen=True, slots=True)
 class StepReady:
-    """Every gradient of optimizer step `step`.
+    """Optimizer step `step` is over, and every gradient of it is here, but for what is said to be lost.
 
-    gradients: DDP parameter index -> uint8 view of its elements in memory order, valid until `applied(step)`;
-    groups: every field of every param group in force; time: ns, kernel time of the last needed byte.
+    gradients: DDP parameter index -> uint8[n], its elements in memory order, valid until `applied(step)`; where some of
+    it is lost a copy, with zeros there. groups: every field of every param group in force; time: ns, kernel time of
+    the last byte that was seen of it; nbytes: of all gradients.
+    lost: DDP parameter index -> elements whose gradient is not known; holes: (bucket, byte offset, length) of what is
+    missing; blank: why nothing is known of this step's gradient, "" if something is: then there are no gradients, and
+    `groups` are the last known ones.
     """
 
     step: int
@@ -50,18 +55,17 @@ class StepReady:
     canaries: tuple[Canary, ...]
     time: int
     nbytes: int
+    lost: Mapping[int, Ranges] = field(default_factory=dict)
+    holes: tuple[tuple[int, int, int], ...] = ()
+    blank: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLost:
-    """Step `step` cannot be rebuilt, or, if `claimed`, was handed out and turned out wrong.
-
-    holes: (bucket, byte offset, length) of what is missing of it, where known.
-    """
+    """Nothing is proven from step `step` on, and none follows; if `claimed`, it was handed out and turned out wrong."""
 
     step: int
     reason: str
-    holes: tuple[tuple[int, int, int], ...] = ()
     claimed: bool = False
 
 

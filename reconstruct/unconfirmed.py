@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from reconstruct.hyper import Fields
 from reconstruct.markers import Marker
 
 MAX_GUESSES = 4096
 """More than the markers that a trainer keeps for a daemon out of reach."""
 
-Fields = tuple[Mapping[str, Any], ...]
-
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What a step was claimed with: the tags of its first and last bucket, the fields of its param groups."""
+    """What a step was claimed with: the tags of its first and last bucket, the fields of its param groups, which were
+    predicted or are proven."""
 
     first: int
     last: int
     groups: Fields
+    predicted: bool
 
 
 class Guesses:
-    """The unconfirmed steps. `doubtful`: the first of those since the last step that a marker has proven."""
+    """The unconfirmed steps. `doubtful`: the first one with predicted fields since a marker has proven any."""
 
     def __init__(self) -> None:
         self.doubtful: int | None = None
@@ -33,7 +32,7 @@ class Guesses:
     def add(self, step: int, guess: Guess) -> None:
         """`step` was claimed without its marker."""
         self._held[step] = guess
-        if self.doubtful is None:
+        if self.doubtful is None and guess.predicted:
             self.doubtful = step
         if len(self._held) > MAX_GUESSES:
             del self._held[next(iter(self._held))]
@@ -65,5 +64,6 @@ class Guesses:
             return "contradicts its hyper-parameters"
         del self._held[marker.step]
         if self.doubtful == marker.step:
-            self.doubtful = min((step for step in self._held if step > marker.step), default=None)
+            after = (step for step, guess in self._held.items() if step > marker.step and guess.predicted)
+            self.doubtful = min(after, default=None)
         return ""

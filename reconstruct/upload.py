@@ -11,8 +11,7 @@ from reconstruct.optimizer import STATE_KEYS, expected_keys
 
 
 class Upload:
-    """Chunks of one job's tensors on their way into `version`. Raises ShadowError for state that does not fit
-    the parameters, by name."""
+    """Chunks of one job's tensors on their way into `version`, which has the state keys of `described_state`."""
 
     def __init__(self, description: JobDescription, version: Version) -> None:
         self._version = version
@@ -21,11 +20,6 @@ class Upload:
             key: [] if spec.nbytes else [(0, 0)] for key, spec in self._specs.items()
         }
         self._incomplete = {key for key, spec in self._specs.items() if spec.nbytes}
-        _check_state(description)
-        for name, entry in description.optimizer.state.items():
-            if entry:
-                keys = tuple(key for key in STATE_KEYS[description.optimizer.name] if key in entry)
-                version.set_state_keys(name, keys)
         self._targets = version.tensors()
 
     def add(self, key: str, offset: int, data: bytes | bytearray | memoryview | np.ndarray) -> None:
@@ -65,9 +59,8 @@ class Upload:
             slot = layout.by_name[name]
             for key in keys:
                 if key == "step":
-                    counter = self._version.counter(slot)[1]
-                    for tile in range(1, len(slot.tiles)):
-                        self._version.counter(slot, tile)[1][:] = counter
+                    counters = self._version.counters(slot)
+                    counters[:] = counters[0]
                     continue
                 spec = self._specs[f"optimizer/{name}/{key}"]
                 if canonical_stride(spec) != canonical_stride(slot.spec):
@@ -97,10 +90,13 @@ def reordered(data: np.ndarray, source: TensorSpec, target: TensorSpec) -> np.nd
     return result
 
 
-def _check_state(description: JobDescription) -> None:
+def described_state(description: JobDescription) -> dict[str, tuple[str, ...]]:
+    """Parameter name -> state keys that it has at the attach. Raises ShadowError, by name, for state that does not fit
+    its parameter or optimizer."""
     optimizer = description.optimizer
     specs = {parameter.name: parameter.spec for parameter in description.parameters}
     group_of = {name: group for group in optimizer.groups for name in group.parameters}
+    result = {}
     for name, entry in optimizer.state.items():
         unknown = set(entry) - set(STATE_KEYS[optimizer.name])
         lacking = set(expected_keys(optimizer.name, group_of[name].fields)) - set(entry)
@@ -113,3 +109,6 @@ def _check_state(description: JobDescription) -> None:
                 fits = spec.shape == specs[name].shape and spec.dtype == specs[name].dtype and spec.dense
             if not fits:
                 raise ShadowError(f"optimizer state {name}/{key}: {spec.dtype} {spec.shape} does not fit it")
+        if entry:
+            result[name] = tuple(key for key in STATE_KEYS[optimizer.name] if key in entry)
+    return result

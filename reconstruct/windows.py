@@ -5,6 +5,9 @@ micro-batches, of metrics, of anything. DDP issues bucket 0, 1, ... in that orde
 increasing choice of one all-reduce per bucket with the bucket's size. One such choice: nothing to decide. Several: the
 canaries (single gradient elements that the trainer reported) must leave exactly one, or all that are left must hold
 the same bytes. Otherwise the step is not claimed.
+
+Bytes that were lost contradict nothing and prove nothing: a canary among them is as if it had not been reported, but
+one at least of those that can speak must be there and agree.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import numpy as np
 
 from flowcheck.description import JobDescription
 from reconstruct.buckets import Layout
+from reconstruct.gradients import missing
 from reconstruct.landing import Landing
 from reconstruct.markers import Canary
+from reconstruct.ranges import Ranges
 
 MAX_CHOICES = 64
 
@@ -30,13 +35,22 @@ class Probe:
     offset: int
     bits: bytes
 
+    @property
+    def speaks(self) -> bool:
+        """Zeros agree with too much to prove anything."""
+        return any(self.bits)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """tags[b] carries bucket b. `problem` says why no choice can be trusted (tags is then empty)."""
+    """tags[b] carries bucket b. `problem` says why no choice can be trusted (tags is then empty).
+
+    checked: an element that speaks is there and agrees, so this is the gradient that the optimizer used.
+    """
 
     tags: tuple[int, ...]
     problem: str | None = None
+    checked: bool = False
 
 
 def probes_of(description: JobDescription, layout: Layout, canaries: Iterable[Canary]) -> list[Probe]:
@@ -59,30 +73,40 @@ def choose(
     landing: Callable[[int], Landing | None],
     probes: Iterable[Probe],
     unseen: Collection[int] = (),
+    counted: bool = False,
 ) -> Choice:
     """Choose one all-reduce per bucket.
 
     candidates: (tag, byte size) of every all-reduce of the window whose size is a bucket's, by rising tag; landing:
-    its values, None or incomplete where they are not all known (it is then a rival that cannot be ruled out, so a
-    choice is made only if no other choice is left); probes: the canaries; unseen: tags that may be all-reduces which
-    the mirror lost altogether. One that could be a bucket in place of the chosen all-reduce is a rival too, unless a
-    canary speaks for the chosen one.
+    its values, None or incomplete where they are not all known (it is then a rival that cannot be ruled out, but by a
+    canary at what is known of it, so a choice is made only if no other choice is left); probes: the canaries; unseen:
+    tags that may be all-reduces which the mirror lost altogether. One that could be a bucket in place of the chosen
+    all-reduce is a rival too, unless a canary speaks for the chosen one. counted: it is certain which tags the window
+    has: then one that was lost altogether is the bucket that there is no other all-reduce for.
     """
     sizes = [bucket.nbytes for bucket in layout.buckets]
     by_bucket: dict[int, list[Probe]] = {}
     for probe in probes:
         by_bucket.setdefault(probe.bucket, []).append(probe)
+    gone: dict[int, Ranges] = {}
+
+    def known(tag: int, probe: Probe) -> bool:
+        if tag not in gone:
+            gone[tag] = missing(landing(tag), sizes[probe.bucket])
+        return not gone[tag] & Ranges.of([(probe.offset, probe.offset + len(probe.bits))])
 
     def agrees(bucket: int, tag: int) -> bool:
+        """Whether it cannot be ruled out."""
         held = landing(tag)
-        if held is None or not held.complete:
-            return True  # it cannot be ruled out
-        data = held.data
-        return all(
-            data[p.offset : p.offset + len(p.bits)].tobytes() == p.bits for p in by_bucket.get(bucket, ())
+        return held is None or all(
+            held.data[p.offset : p.offset + len(p.bits)].tobytes() == p.bits
+            for p in by_bucket.get(bucket, ())
+            if known(tag, p)
         )
 
     found = _choices(sizes, [(tag, (size,)) for tag, size in candidates])
+    if not found and counted:
+        found = _only(sizes, dict(candidates), unseen)
     if not found:
         return Choice((), f"no {len(sizes)} all-reduces with the sizes of the buckets in their order")
     if len(found) > MAX_CHOICES:
@@ -100,13 +124,16 @@ def choose(
                 (),
                 f"{len(candidates)} all-reduces have bucket sizes and nothing tells which {len(sizes)} are the step's",
             )
+    spoken_for = {b for b, tag in enumerate(first) for p in by_bucket.get(b, ()) if p.speaks and known(tag, p)}
+    rivals = set(unseen) - set(first)
     for number, tag in enumerate(first):
         after = first[number - 1] if number else -1
-        before = first[number + 1] if number + 1 < len(first) else max(unseen, default=-1) + 1
-        spoken_for = any(any(probe.bits) for probe in by_bucket.get(number, ()))
-        if not spoken_for and any(after < other < before for other in unseen):
+        before = first[number + 1] if number + 1 < len(first) else max(rivals, default=-1) + 1
+        if number not in spoken_for and any(after < other < before for other in rivals):
             return Choice((), f"collectives were lost around all-reduce {tag}: one of them may be bucket {number}")
-    return Choice(first)
+    if not spoken_for and any(p.speaks for some in by_bucket.values() for p in some):
+        return Choice((), "every element of the gradient that was reported to check is among what was lost")
+    return Choice(first, checked=bool(spoken_for))
 
 
 def tell_apart(
@@ -134,6 +161,14 @@ def tell_apart(
 
 def _same(a: Landing | None, b: Landing | None) -> bool:
     return a is not None and b is not None and a.complete and b.complete and np.array_equal(a.data, b.data)
+
+
+def _only(sizes: Sequence[int], seen: dict[int, int], unseen: Collection[int]) -> list[tuple[int, ...]]:
+    """The choice of a window with just as many all-reduces as there are buckets, where not all of them were seen: DDP's
+    order tells which is which. seen: tag -> size; one at least, else nothing shows that there was a reduction."""
+    tags = tuple(sorted({*seen, *unseen}))
+    whole = bool(seen) and len(tags) == len(sizes)
+    return [tags] if whole and all(seen.get(tag, size) == size for tag, size in zip(tags, sizes, strict=True)) else []
 
 
 def _choices(

@@ -77,7 +77,15 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 6, sca
 
 
 def outcome(call: Callable[[], Handle]) -> dict[str, Any]:
-    """What an attach did: its error, or its handle and warnings."""
+    """What an attach did: its error, or its reason and warnings; its handle is closed."""
+    found = outcome_of(call)
+    if "handle" in found:
+        found.pop("handle").close()
+    return found
+
+
+def outcome_of(call: Callable[[], Handle]) -> dict[str, Any]:
+    """What an attach did: its error, or its handle, reason and warnings."""
     started = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -87,8 +95,7 @@ def outcome(call: Callable[[], Handle]) -> dict[str, Any]:
             kind = type(error).__name__
             return {"error": str(error), "kind": kind, "seconds": time.monotonic() - started}
     texts = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
-    handle.close()
-    return {"reason": handle.reason, "warnings": texts, "seconds": time.monotonic() - started}
+    return {"handle": handle, "reason": handle.reason, "warnings": texts, "seconds": time.monotonic() - started}
 
 
 def attach(model: Any, optimizer: Any, run: str, **options: Any) -> Handle:

@@ -72,14 +72,17 @@ class Outcome:
         if self.steps(run) != list(steps):
             found.append(f"{run}: the journal has steps {self.steps(run)}: {self.statuses.get(run)}")
         lines = [line for line in self.journal if line["run"] == run]
+        found += [f"{line}: it is not fully known" for line in lines if line["digest"] is None]
         return found + [problem for line in lines for problem in self._wrong(line)]
 
     def check_claimed(self) -> None:
-        """What was claimed is right: each journalled digest is that of every trainer at that step."""
+        """What was claimed is right: the digest of each fully known step is that of every trainer at that step."""
         problems = [problem for line in self.journal for problem in self._wrong(line)]
         assert not problems, "\n".join(problems)
 
     def _wrong(self, line: dict[str, Any]) -> list[str]:
+        if line["digest"] is None:
+            return [] if line["unknown"] else [f"{line}: nothing of it is unknown, and it has no digest"]
         confirmed = line["run"] not in self.unconfirmed
         truth = set(self.truth.get((line["run"], line["step"]), {}).values())
         found = [] if truth == {line["digest"]} else [f"{line}: the trainers have {truth}"]
@@ -116,8 +119,9 @@ def train_plain(folder: Path) -> Outcome:
     return outcome
 
 
-def train(tmp_path: Path, cases: tuple[str, ...], *, until_frozen: bool = False, **config: Any) -> Outcome:
-    """Train the cases in a lab; until_frozen: keep the daemon until it says why it claims nothing."""
+def train(tmp_path: Path, cases: tuple[str, ...], *, until_told: bool = False, **config: Any) -> Outcome:
+    """Train the cases in a lab; until_told: keep the daemon until it has followed every step, or says why it does not.
+    """
     lab_config = LabConfig(
         command=(CASES, str(tmp_path), *cases),
         journal=str(tmp_path / "journal.jsonl"),
@@ -130,7 +134,7 @@ def train(tmp_path: Path, cases: tuple[str, ...], *, until_frozen: bool = False,
         assert lab.endpoint is not None
         answer = status(lab.endpoint, 20)
         deadline = time.monotonic() + 60
-        while until_frozen and answer["frozen"] is None and time.monotonic() < deadline:
+        while until_told and not all(map(_told, answer["jobs"])) and time.monotonic() < deadline:
             time.sleep(0.5)
             answer = status(lab.endpoint, 20)
         lab.finish()
@@ -138,6 +142,10 @@ def train(tmp_path: Path, cases: tuple[str, ...], *, until_frozen: bool = False,
     outcome.statuses = {job["run"]: job for job in answer["jobs"]}
     assert len(outcome.ranks) == lab_config.ranks
     return outcome
+
+
+def _told(job: dict[str, Any]) -> bool:
+    return job["step"] == STEPS or job["frozen"] is not None
 
 
 Job = tuple[str, str, dict[str, Any]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from synthetic_job import SIZES, SyntheticJob
+from synthetic_job import SyntheticJob
 from tcp_frames import ACK, SYN, tcp_frame
 
 from flowcheck.description import GroupRecord
@@ -28,8 +28,11 @@ LINE_RATE = 12.5  # bytes per ns
 
 @dataclass(slots=True)
 class Frame:
+    """ends: the two ports, each with a direction, that it passed."""
+
     ts: int
     data: bytes
+    ends: tuple[tuple[Port, str], ...] = ()
 
 
 class TcpWriter:
@@ -94,7 +97,7 @@ class NcclWire:
             for frame in self._made(work, event):
                 elapsed += len(frame) / LINE_RATE
                 if shown:
-                    self.frames.append(Frame(int(start) + int(elapsed), bytes(frame)))
+                    self.frames.append(Frame(int(start) + int(elapsed), bytes(frame), link))
         self._now = int(start) + int(elapsed) + 1000
         return work
 
@@ -207,11 +210,11 @@ class NcclJob(SyntheticJob):
         tags = []
         self.reduced = {}
         for number, bucket in enumerate(self.rebuilt if self.has_rebuilt else self.initial):
-            values = self.sums(sum(SIZES[i] for i in bucket), number in lost)
+            values = self.sums(sum(self.sizes[i] for i in bucket), number in lost)
             at = 0
             for index in bucket:
-                self.reduced[index] = values[at : at + SIZES[index]].tobytes()
-                at += SIZES[index]
+                self.reduced[index] = values[at : at + self.sizes[index]].tobytes()
+                at += self.sizes[index]
             tags.append(self.tag - 1)
         return tags
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-NOBODY = """
-# Become an ordinary user who can read what this test needs, although it may lie below a closed folder.
+READABLE = """
+# Stay root, but where an ordinary user can read what this test needs, although it may lie below a closed folder.
 import ctypes, os, stat, sys
 libc = ctypes.CDLL(None, use_errno=True)
 def call(name, *arguments):
@@ -33,28 +33,44 @@ for top, paths in closed.items():
         os.makedirs(path, exist_ok=True)
         source = f"/proc/self/fd/{descriptor}".encode()
         call("mount", source, path.encode(), None, ctypes.c_ulong(0x5000), None)
-os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-os.execv(command[0], command)
 """
+BECOME = "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)\n"
+RUN = "os.execv(command[0], command)\n"
 
 
 def as_ordinary_user(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run Python code as a user without rights, who may write only to `folder`."""
     command = [sys.executable, "-c", code, *arguments]
     if os.geteuid() == 0:
-        needed = [str(ROOT), sys.prefix, sys.base_prefix, str(folder)]
         for path in [folder, *folder.rglob("*")]:
             os.chown(path, 65534, 65534)
-        command = [sys.executable, "-c", NOBODY, str(len(needed)), *needed, *command]
+        command = _where_all_is_readable(READABLE + BECOME + RUN, command, folder)
     env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
         "HOME": str(folder),
         "NUMBA_CACHE_DIR": "",
         "XDG_CACHE_HOME": "",
         "TMPDIR": "/tmp",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+    return _run(command, env)
+
+
+def as_root_among_readable_files(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python code as root, where any user that it becomes can read flowcheck and get into `folder`."""
+    kernels = Path(os.environ.get("NUMBA_CACHE_DIR") or folder)
+    kernels.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o711)
+    command = [sys.executable, "-c", code, *arguments]
+    return _run(_where_all_is_readable(READABLE + RUN, command, folder, kernels), {})
+
+
+def _where_all_is_readable(code: str, command: list[str], *folders: Path) -> list[str]:
+    needed = [str(ROOT), sys.prefix, sys.base_prefix, *map(str, folders)]
+    return [sys.executable, "-c", code, str(len(needed)), *needed, *command]
+
+
+def _run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False, cwd="/")
 
 

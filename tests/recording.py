@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,9 @@ from flowcheck.snapshot import Snapshot
 
 
 class Upload:
-    def __init__(self, service: Recording, description: JobDescription) -> None:
+    def __init__(self, service: Recording, description: JobDescription, late: bool) -> None:
         self.description = description
+        self.late = late
         self.tensors = {key: bytearray(spec.nbytes) for key, spec in description.tensors()}
         self.largest = 0
         self.aborted = False
@@ -57,6 +58,34 @@ class Reading:
         self.closed = True
 
 
+class Agent(NamedTuple):
+    peer: bytes
+    run: str
+    epoch: int | None
+    rank: int
+    step: int
+
+
+class Piece(NamedTuple):
+    rank: int
+    run: str
+    epoch: int
+    number: int
+    key: str
+    lo: int
+    hi: int
+    step: int
+    sections: dict[str, memoryview]
+    counter: bytes | None
+    arrived: float
+
+
+class Refusal(NamedTuple):
+    rank: int
+    number: int
+    reason: str
+
+
 class Recording:
     """Implements flowcheck.service.Service."""
 
@@ -72,11 +101,16 @@ class Recording:
         self.revoked = False
         self.threads: set[str] = set()
         self.before_open: Callable[[], None] | None = None
+        self.agents: dict[bytes, Agent] = {}  # those that are there
+        self.gone: list[bytes] = []
+        self.pieces: list[Piece] = []
+        self.refusals: list[Refusal] = []
+        self.compared: list[tuple[int, int, dict[str, str | None]]] = []  # rank, step, checksums
 
-    def begin_attach(self, description: JobDescription) -> Upload:
+    def begin_attach(self, description: JobDescription, late: bool = False) -> Upload:
         if description.run == "refuse-me":
             raise UsageError("this run is refused: choose another name")
-        self.uploads.append(Upload(self, description))
+        self.uploads.append(Upload(self, description, late))
         return self.uploads[-1]
 
     def marker(self, run: str, epoch: int, marker: dict[str, Any]) -> None:
@@ -95,13 +129,52 @@ class Recording:
     def status(self) -> dict[str, Any]:
         return {"markers": len(self.markers)}
 
-    def open(self, run: str | None, step: int | None) -> Reading:
+    def compare(self, run: str | None, number: int | None) -> dict[str, Any]:
+        return {"number": number or 1, "report": None if number is None else {"run": run}}
+
+    def open(self, run: str | None, step: int | None, allow_unknown: bool) -> Reading:
         if self.before_open is not None:
             self.before_open()
         if self.snapshot is None or step not in (None, self.snapshot.step):
             raise NothingRestorable(f"step {step} is not held: ask for latest")
         self.readings.append(Reading(self, self.snapshot))
         return self.readings[-1]
+
+    def agent(self, peer: bytes, run: str, epoch: int | None, rank: int, step: int) -> None:
+        self.agents[peer] = Agent(peer, run, epoch, rank, step)
+
+    def agent_gone(self, peer: bytes) -> None:
+        del self.agents[peer]
+        self.gone.append(peer)
+
+    def repair_data(
+        self,
+        peer: bytes,
+        run: str,
+        epoch: int,
+        ask: int,
+        key: str,
+        lo: int,
+        hi: int,
+        step: int,
+        sections: dict[str, memoryview],
+        counter: bytes | None,
+    ) -> None:
+        rank = self.agents[peer].rank
+        self.pieces.append(Piece(rank, run, epoch, ask, key, lo, hi, step, dict(sections), counter, time.monotonic()))
+
+    def repair_refused(self, peer: bytes, run: str, epoch: int, ask: int, reason: str) -> None:
+        self.refusals.append(Refusal(self.agents[peer].rank, ask, reason))
+
+    def compare_data(
+        self, peer: bytes, run: str, epoch: int, ask: int, step: int, checksums: dict[str, str | None]
+    ) -> None:
+        self.compared.append((self.agents[peer].rank, step, checksums))
+
+    def agent_of(self, run: str, rank: int) -> Agent | None:
+        """The agent of a rank, once it is known to belong to an attached job."""
+        found = [a for a in list(self.agents.values()) if (a.run, a.rank) == (run, rank) and a.epoch is not None]
+        return found[-1] if found else None
 
     def of(self, run: str) -> Upload:
         """The newest finished upload of a run."""

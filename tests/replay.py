@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from flowcheck.trainer_log import TrainerLog
 from mirror.block import Block, pack
 from mirror.capfile import CaptureFileSource
 from reconstruct.lr import Predictor
+from reconstruct.ranges import Ranges
 from reconstruct.shadow import Shadow
 from reconstruct.steps import Notice, StepConfirmed, StepLost, StepReady, StepTracker, Waits
 
@@ -52,8 +53,9 @@ class Recording:
 class Result:
     """What a replay gave.
 
-    digests: by step; landed: by tag, the bytes of every all-reduce that was whole; partly: by tag, (covered mask,
-    bytes) of the last sight of it.
+    digests: by step, as long as all is known; part, blank: of steps, what of their gradient is lost, or why all of it;
+    landed, times: by tag, the bytes of every all-reduce that was whole, and when the last came, ns; partly: by tag,
+    (covered mask, bytes) of the last sight of it.
     """
 
     digests: dict[int, str] = field(default_factory=dict)
@@ -61,13 +63,16 @@ class Result:
     notices: list[str] = field(default_factory=list)
     gradients: dict[int, dict[int, bytes]] = field(default_factory=dict)
     landed: dict[int, bytes] = field(default_factory=dict)
+    times: dict[int, int] = field(default_factory=dict)
     partly: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     confirmed: set[int] = field(default_factory=set)
     tracker: StepTracker | None = None
+    part: dict[int, Mapping[int, Ranges]] = field(default_factory=dict)
+    blank: dict[int, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"<steps {list(self.digests)}, lost: {self.lost}>"
+        return f"<steps {list(self.digests)}, part of {list(self.part)}, nothing of {self.blank}, lost: {self.lost}>"
 
 
 def block_of(frames: list[Frame]) -> Block:
@@ -99,8 +104,17 @@ class Player:
         for _, event in events:
             if isinstance(event, StepReady):
                 result.gradients[event.step] = {i: g.tobytes() for i, g in event.gradients.items()}
-                self.shadow.apply(event.step, event.gradients, [dict(group) for group in event.groups])
-                result.digests[event.step] = self.shadow.digest()
+                groups = [dict(group) for group in event.groups]
+                if event.blank:
+                    result.blank[event.step] = event.blank
+                    self.shadow.skip(event.step, groups)
+                else:
+                    if event.lost:
+                        result.part[event.step] = event.lost
+                    self.shadow.apply(event.step, event.gradients, groups, event.lost)
+                digest = self.shadow.digest()
+                if digest is not None:
+                    result.digests[event.step] = digest
                 if event.confirmed:
                     result.confirmed.add(event.step)
                 self.tracker.applied(event.step)
@@ -115,6 +129,7 @@ class Player:
         for (_, tag), landing in self.pipeline.gloo._held.landings.items():
             if landing.complete:
                 self.result.landed.setdefault(tag, landing.data.tobytes())
+                self.result.times.setdefault(tag, landing.time)
             mask = np.ones(landing.size, bool)
             for offset, length in landing.holes():
                 mask[offset : offset + length] = False

@@ -110,6 +110,29 @@ def differences(shadow: Shadow, model: torch.nn.Module, optimizer: torch.optim.O
         return sorted(odd | {k for k in set(expected) & set(held) if not np.array_equal(expected[k], held[k])})
 
 
+def wrong(shadow: Shadow, expected: dict[str, np.ndarray]) -> list[str]:
+    """What the shadow says is known and is not as in `expected` (see `uploads`): keys, and what is known too little.
+
+    Compared are all elements that are not in `shadow.unknown`, their state and the counters; buffers are not.
+    """
+    version, found = shadow.live, []
+    for slot in version.layout.slots:
+        key = f"model/{slot.name}"
+        unknown = version.unknown.of(key)
+        known = ~unknown.mask(0, slot.spec.numel) if unknown else slice(None)
+        for section, place in version.places(key).items():
+            name = key if section == "model" else f"optimizer/{slot.name}/{section}"
+            theirs = expected.get(name)
+            if theirs is None or not np.array_equal(place[known], theirs.view(place.dtype)[known]):
+                found.append(name)
+        if "step" in version.state_keys.get(slot.name, ()) and slot.name not in version.uncounted:
+            counters, name = version.counters(slot), f"optimizer/{slot.name}/step"
+            if name not in expected or not (counters.view(np.uint32) == expected[name].view(np.uint32)).all():
+                found.append(name)
+    held = {key for key in shadow.live.tensors() if not key.startswith("buffer/")}
+    return found + sorted({key for key in expected if not key.startswith("buffer/")} - held)
+
+
 def fill_gradients(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Gradients of widely varying size, so that every rounding of an update gets its turn."""
     for p in model.parameters():

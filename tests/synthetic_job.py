@@ -53,17 +53,20 @@ class SyntheticJob:
         base_port: int = 40000,
         initial: Sequence[Sequence[int]] = INITIAL,
         rebuilt: Sequence[Sequence[int]] = REBUILT,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.wire = gloo_traffic.Job(world, gloo_traffic.port(world, 1) if mirror is None else mirror, seed, mss)
         self.wire.base_port = base_port
         self.world = world
         self.initial, self.rebuilt = initial, rebuilt
+        self.sizes = SIZES if sizes is None else tuple(sizes)
         self.has_rebuilt = rebuilt_at_attach
         self.step = step
         self.tag = 0  # gloo's next tag
         self.sequence = 0  # c10d's number
         self.words: list[tuple[int, Word]] = []
         self.truth: dict[int, dict[int, bytes]] = {}  # step -> DDP index -> gradient
+        self.laid: dict[int, Buckets] = {}  # step -> layout of its reduction
         self.reduced: dict[int, bytes] = {}  # of the newest reduction
         self.groups: tuple[dict[str, Any], ...] = ({"lr": 0.1, "momentum": 0.0},)
         self.version = 0
@@ -90,8 +93,8 @@ class SyntheticJob:
     def attach(self) -> None:
         """The job attaches here."""
         self.wait(SECOND)
-        specs = [TensorSpec("float32", (n,), (1,)) for n in SIZES]
-        names = [f"p{i}" for i in range(len(SIZES))]
+        specs = [TensorSpec("float32", (n,), (1,)) for n in self.sizes]
+        names = [f"p{i}" for i in range(len(self.sizes))]
         ddp = DdpSpec(
             False, self._static, False, True, 25 << 20, True, (), None, tuple(map(tuple, self.initial)),
             tuple(map(tuple, self.rebuilt)) if self.has_rebuilt else None, (),
@@ -156,7 +159,7 @@ class SyntheticJob:
 
     def reduction(self, *, lost: Sequence[int] = ()) -> list[int]:
         """One backward pass: the buckets of the layout in force, with new gradients. Returns the tags."""
-        gradients = {i: self._random.standard_normal(n).astype(np.float32) for i, n in enumerate(SIZES)}
+        gradients = {i: self._random.standard_normal(n).astype(np.float32) for i, n in enumerate(self.sizes)}
         tags = []
         for number, bucket in enumerate(self.rebuilt if self.has_rebuilt else self.initial):
             values = np.concatenate([gradients[i] for i in bucket])
@@ -171,7 +174,7 @@ class SyntheticJob:
 
     def report_layout(self, delay: int = 0) -> None:
         indices = tuple(tuple(bucket) for bucket in self.rebuilt)
-        sizes = tuple(4 * sum(SIZES[i] for i in bucket) for bucket in indices)
+        sizes = tuple(4 * sum(self.sizes[i] for i in bucket) for bucket in indices)
         self.say(lambda tracker: tracker.reported_layout(indices, sizes), delay)
 
     def optimizer_step(
@@ -180,23 +183,26 @@ class SyntheticJob:
         canaries: int = 3,
         delay: int = 1_000_000,
         changed: bool = False,
+        asked: bool = False,
         clipped: bool = False,
         says_rebuilt: bool = True,
     ) -> None:
         """An optimizer step with the newest reduction, and its marker after `delay` ns.
 
-        canaries: parameters of which an element is told; says_rebuilt: as newer trainers do.
+        canaries: parameters of which an element is told; asked: the fields of the param groups go with the marker as
+        the daemon asked for them; says_rebuilt: as newer trainers do.
         """
         self.step += 1
         self.truth[self.step] = self.reduced
+        self.laid[self.step] = tuple(map(tuple, self.rebuilt if self.has_rebuilt else self.initial))
         told = []
         for index in range(canaries):
-            at = int(self._random.integers(SIZES[index]))
+            at = int(self._random.integers(self.sizes[index]))
             bits = self.reduced[index][4 * at : 4 * at + 4]
             told.append(Canary(index, at, b"\1\2\3\4" if clipped else bits, None))
         self.version += changed
         marker = Marker(
-            self.step, self.sequence, self.version, self.groups if changed else None, tuple(told), None,
+            self.step, self.sequence, self.version, self.groups if changed or asked else None, tuple(told), None,
             self.has_rebuilt if says_rebuilt else None,
         )  # fmt: skip
         if self.step not in self.dropped:
@@ -239,6 +245,19 @@ def blocks(frames: list[gloo_traffic.Frame], most: int) -> Iterator[list[gloo_tr
         some.append(frame)
     if some:
         yield some
+
+
+def right(one: StepReady, gradients: dict[int, bytes], truth: dict[int, bytes]) -> bool:
+    """Whether what is known of a step's gradients (float32) is the truth, and what is lost of them zero."""
+    if one.blank:
+        return not gradients and not one.lost and not one.holes
+    for index, whole in truth.items():
+        wanted = np.frombuffer(whole, np.uint32).copy()
+        for low, high in one.lost.get(index, ()):
+            wanted[low:high] = 0
+        if wanted.tobytes() != gradients[index]:
+            return False
+    return len(gradients) == len(truth)
 
 
 class Follower:
@@ -311,9 +330,42 @@ class Follower:
     def lost(self) -> StepLost | None:
         return self.tracker.lost
 
+    @property
+    def story(self) -> str:
+        """One sign per step that was handed out: "." whole, "-" parts of its gradient lost, "x" nothing known."""
+        return "".join("x" if one.blank else "-" if one.lost else "." for one in self.steps.values())
+
     def check(self, steps: int) -> None:
-        """Exactly the steps up to `steps` were claimed, each with the trainer's own gradients."""
+        """Exactly the steps up to `steps` were handed out, each whole and with the trainer's own gradients."""
+        self.verify()
+        assert (self.story, self.lost) == ("." * (steps - self.job.description.step), None), self.why
+
+    @property
+    def why(self) -> dict[int, str]:
+        """Step -> why nothing is known of it."""
+        return {step: one.blank for step, one in self.steps.items() if one.blank}
+
+    def verify(self) -> None:
+        """Every step was handed out once, in order; what is known of a gradient is the trainer's own, what is not is
+        zero, and lost are the elements with a missing byte, and no other."""
         first = self.job.description.step + 1
-        assert list(self.steps) == list(range(first, steps + 1)), (list(self.steps), self.lost)
-        for step, gradients in self.gradients.items():
-            assert gradients == self.job.truth[step], f"step {step} has wrong gradients"
+        assert list(self.steps) == list(range(first, first + len(self.steps)))
+        for step, one in self.steps.items():
+            if one.blank:
+                assert right(one, self.gradients[step], {})
+                continue
+            layout = self.job.laid[step]
+            gone = [np.zeros(sum(SIZES[i] for i in bucket) * 4, bool) for bucket in layout]
+            for bucket, offset, length in one.holes:
+                assert length > 0 and not gone[bucket][offset : offset + length].any()
+                gone[bucket][offset : offset + length] = True
+            for bucket, mask in zip(layout, gone, strict=True):
+                at = 0
+                for index in bucket:
+                    lost = mask[at : at + 4 * SIZES[index]].reshape(-1, 4).any(axis=1)
+                    at += 4 * SIZES[index]
+                    told = np.zeros(SIZES[index], bool)
+                    for low, high in one.lost.get(index, ()):
+                        told[low:high] = True
+                    assert np.array_equal(told, lost), (step, index)
+            assert right(one, self.gradients[step], self.job.truth[step]), f"step {step} has wrong gradients"

@@ -7,11 +7,7 @@ the server's service was given. A second job runs with gloo's lazy connections.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import two_ranks
 from recording import Recording, wait_for
 
 from flowcheck import peers
@@ -29,7 +26,6 @@ from flowcheck.protocol import CHUNK
 from flowcheck.server import Server
 from reconstruct.markers import parse_marker
 
-HERE = Path(__file__).parent
 SCENARIOS = (
     "described",
     "mixed",
@@ -59,34 +55,19 @@ class Job:
 def run_job(folder: Path, scenarios: tuple[str, ...], environment: dict[str, str]) -> Job:
     """Both ranks to their end; the server is closed when the run `stop-me` has attached."""
     service = Recording()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     server = Server(service, ["tcp://127.0.0.1:0"]).start()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), **environment}
-    command = [port, server.endpoints[0], str(folder), *scenarios]
-    ranks = []
-    for rank in range(2):
-        with (folder / f"stderr{rank}").open("w") as errors:
-            argv = [sys.executable, str(HERE / "attach_job.py"), str(rank), "2", *command]
-            ranks.append(subprocess.Popen(argv, env=environment, stderr=errors))
+
+    def meanwhile() -> None:
+        if any(upload.description.run == "stop-me" for upload in service.committed):
+            time.sleep(0.05)  # the ack is on its way
+            server.close()
+            (folder / "stopped").touch()
+
     try:
-        deadline = time.monotonic() + 100
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-            if any(upload.description.run == "stop-me" for upload in service.committed):
-                time.sleep(0.05)  # the ack is on its way
-                server.close()
-                (folder / "stopped").touch()
-            time.sleep(0.02)
-        said = "\n".join((folder / f"stderr{rank}").read_text() for rank in range(2))
-        assert [rank.poll() for rank in ranks] == [0, 0], said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        results = two_ranks.run("attach_job.py", folder, server.endpoints[0], scenarios, environment, meanwhile)
         time.sleep(0.1)  # what the last rank sent is in the server's queue
+    finally:
         server.close()
-    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return Job(service, results, folder)
 
 

@@ -93,5 +93,6 @@ def test_the_overhead_benchmark_runs_every_mode() -> None:
         assert len(mode["times"]) == 3 and min(mode["times"]) > 0
     assert len(found["hook"]) == 3
     assert min(wall for wall, _ in found["hook_alone"]) < 1e-3
-    text = overhead.report(found["rounds"], found["cpu"], found["hook"], found["hook_alone"])
+    assert all(pieces > 0 for pieces, _ in found["given"].values())
+    text = overhead.report(*(found[name] for name in ("rounds", "cpu", "hook", "hook_alone", "given")))
     assert all(mode in text for mode in overhead.MODES)

@@ -78,7 +78,7 @@ class Node:
         self.over = False
         if self.daemon._persister is not None:
             self.daemon._persister.start()
-        self.daemon._apply_thread.start()
+        self.daemon._apply.start()
         self.daemon._capture.start()
 
     def attach(self, job: SyntheticJob, run: str = "made-up") -> Job:

@@ -67,12 +67,13 @@ def test_round_trip_through_text_is_exact() -> None:
     assert copy.scheduler is not None and copy.scheduler["state"]["milestones"] == {3: 1}
 
 
+whole = st.integers(-(1 << 63), (1 << 63) - 1)
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    st.none() | st.booleans() | whole | st.floats() | st.text(max_size=20),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text(max_size=8) | st.integers() | st.booleans(), inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | whole | st.booleans(), inner, max_size=4)
     ),
     max_leaves=12,
 )

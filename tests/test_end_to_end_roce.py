@@ -77,7 +77,7 @@ def test_jobs_over_nccl_are_followed_bit_for_bit(shape: str, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_group_calls_around_the_buckets_are_followed_right_or_not_claimed(tmp_path: Path) -> None:
     outcome = train(
-        tmp_path, ("sgd", "coalesced"), until_frozen=True, transport="roce", ranks=2, channels=2, mtu=4096,
+        tmp_path, ("sgd", "coalesced"), until_told=True, transport="roce", ranks=2, channels=2, mtu=4096,
         nccl_version="2.28.9", algorithm="ring", protocol="simple",
     )  # fmt: skip
     outcome.check(("sgd",))

@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import flowcheck
 from flowcheck.errors import FlowcheckError, UsageError
 from flowcheck.formats import to_dcp, to_torch, write_dcp, write_torch
 from flowcheck.store import Store
+from flowcheck.uploader import Uploader
 from flowcheck.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,7 +137,7 @@ def test_the_torch_file_is_what_the_trainer_itself_would_have_saved(kind: str, t
     assert loaded["model"]["conv.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("through", ["file", "store", "dcp"])
+@pytest.mark.parametrize("through", ["file", "store", "url", "dcp"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit_from_what_was_restored(kind: str, through: str, tmp_path: Path) -> None:
     model, optimizer = job(kind, 5)
@@ -148,11 +150,16 @@ def test_training_goes_on_bit_for_bit_from_what_was_restored(kind: str, through:
         write_dcp(snapshot, tmp_path / "out")
         load_dcp(fresh, resumed, tmp_path / "out")
     else:
-        if through == "store":
+        if through in ("store", "url"):
+            url = f"file://{tmp_path}/mounted"
             with Store(tmp_path / "store") as store:
                 assert store.open_epoch("run") == 1
                 store.save(snapshot)
-                state = to_torch(store.load("run"))
+                uploader = Uploader(store, url, keep=1, report=pytest.fail)
+                uploader.start()
+                uploader.offer("run", 1, 5)
+                uploader.finish()
+            state = flowcheck.load(url if through == "url" else str(tmp_path / "store"))
         else:
             write_torch(snapshot, tmp_path / "out.pt")
             state = torch.load(tmp_path / "out.pt", weights_only=True)

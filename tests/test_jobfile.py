@@ -94,10 +94,10 @@ def test_a_job_file_takes_exactly_the_described_tensors(tmp_path: Path) -> None:
 
 
 def test_markers_are_kept_in_order_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "e1" / "markers.jsonl"
+    path = tmp_path / "markers.jsonl"
     assert jobfile.read_markers(path) == []
     markers = [{"step": n, "seq": 3 * n, "changed": [{"lr": 0.1 / n}, None]} for n in range(1, 50)]
-    with jobfile.MarkerLog(path) as log:
+    with jobfile.MarkerLog(path, pytest.fail) as log:
         for marker in markers:
             log.append(marker)
     assert jobfile.read_markers(path) == markers

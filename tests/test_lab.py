@@ -114,7 +114,7 @@ if rank == world - 1:
     while connection.recv(1 << 20):
         pass
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-         "GLOO_SOCKET_IFNAME", "FLOWCHECK_ENDPOINT", "OMP_NUM_THREADS", "MINE"]
+         "GLOO_SOCKET_IFNAME", "FLOWCHECK_ENDPOINT", "FLOWCHECK_KEY", "OMP_NUM_THREADS", "MINE"]
 print(json.dumps({**{n: os.environ.get(n) for n in names}, "argv": sys.argv[1:], "cwd": os.getcwd(),
                   "cpus": sorted(os.sched_getaffinity(0))}))
 """
@@ -214,6 +214,7 @@ def test_the_switch_mirrors_exactly_the_named_ports(name: str, folder: Path, cap
         trainer_cpus=(cpu,),
         daemon_cpus=(cpu,),
         journal="steps.jsonl",
+        faults=("drop=0.1", "seed=2"),
         **more,
     )
     monkeypatch.chdir(folder)
@@ -255,14 +256,17 @@ def test_the_switch_mirrors_exactly_the_named_ports(name: str, folder: Path, cap
             "MASTER_PORT": "29500",
             "GLOO_SOCKET_IFNAME": "train0",
             "FLOWCHECK_ENDPOINT": "tcp://10.78.0.254:7700",
+            "FLOWCHECK_KEY": f"{report['argv'][3]}/clients/trainer.secret",
             "OMP_NUM_THREADS": "1",
             "MINE": "kept",
             "argv": ["--flag", "a b"],
             "cwd": str(folder),
         }
     listening = output.out.splitlines()[0].split()[1]
-    expected = ["-i", "mon0", "--insecure", "--listen", listening, "--listen", "tcp://10.78.0.254:7700"]
-    assert report["argv"] == [*expected, "--store", str(folder / "store"), "--journal", "steps.jsonl"]
+    keys = report["argv"][3]
+    expected = ["-i", "mon0", "--keys", keys, "--listen", listening, "--listen", "tcp://10.78.0.254:7700"]
+    assert report["argv"] == [*expected, "--store", str(folder / "store"), "--journal", "steps.jsonl",
+                              "--fault", "drop=0.1", "--fault", "seed=2"]  # fmt: skip
     assert report["cpus"] == [cpu]
     assert not Path(listening.removeprefix("ipc://")).parent.exists(), "the private folder must be gone"
 
@@ -594,7 +598,8 @@ def test_the_command_line_becomes_a_config(folder: Path, monkeypatch) -> None:
     arguments = (
         "--ranks 4 --ranks-per-node 2 --mirror 0:in --mirror 3:out --mtu 9000 --rendezvous management --ipv6"
     )
-    more = ["--no-monitor-offload", "--store", "s", "--listen", "ipc://e", "--journal", "j", "--record", "r"]
+    more = ["--no-monitor-offload", "--store", "s", "--listen", "ipc://e", "--journal", "j", "--record", "r",
+            "--fault", "drop=0.1", "--fault", "burst=0.1:3"]  # fmt: skip
     done = CliRunner().invoke(
         lab_command, [*arguments.split(), *more, "--", "-m", "package.train", "--ranks", "9"]
     )
@@ -613,6 +618,7 @@ def test_the_command_line_becomes_a_config(folder: Path, monkeypatch) -> None:
             listen="ipc://e",
             journal="j",
             record="r",
+            faults=("drop=0.1", "burst=0.1:3"),
         )
     ]
     assert from_json(json.loads(json.dumps(to_json(taken[0])))) == taken[0]

@@ -138,5 +138,5 @@ def test_steps_with_groups_around_their_buckets_are_right_or_not_claimed(
                 put_group(job, sizes)
             job.optimizer_step()
         follower = Follower(job).run()
-        follower.check(len(follower.steps))
-        assert len(follower.steps) == 3 or follower.lost is not None
+        follower.verify()
+        assert len(follower.story) == 3 and follower.lost is None

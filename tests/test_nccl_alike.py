@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import nccl_job
 import numpy as np
 import pytest
-import synthetic_job
 from nccl_job import NcclJob, trained
 from synthetic_job import Follower
 
@@ -28,12 +26,11 @@ def test_a_layout_is_not_taken_for_the_beginning_of_a_bucket(world: int, version
         follower.run(per_block=per_block).check(4)
 
 
-def test_buckets_larger_than_65536_bytes_of_short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_larger_than_65536_bytes_of_short_chunks() -> None:
     """32 ranks, 4 channels: 171,264 bytes in chunks of 1344, 2048 on the wire as the layout's."""
-    for module in (synthetic_job, nccl_job):
-        monkeypatch.setattr(module, "SIZES", (28_368, 14_448))
     job = NcclJob(
-        32, mirrored=[(Port(0, rail), way) for rail in (0, 1) for way in ("in", "out")], initial=((0, 1),),
+        32, sizes=(28_368, 14_448), initial=((0, 1),),
+        mirrored=[(Port(0, rail), way) for rail in (0, 1) for way in ("in", "out")],
         rebuilt=((0,), (1,)),
         **pinned("ring", "ll128", version="2.22.3", channels=4, gpus_per_node=4, rails=2, mtu=4096),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tcp_frames import FIN, SYN, block_of, tcp_frame
 
 from mirror.flows import Flows
-from mirror.roce_spans import BEGIN, CLOSE, DATA, END, HOLE, MessageSpans
+from mirror.roce_spans import BEGIN, CLOSE, CONFLICT, DATA, DUPLICATE, END, HOLE, MessageSpans
 from mirror.roce_state import M_COLUMNS, M_FIRST, M_IMM, M_KIND, M_LENGTH, M_PACKETS, M_VA
 from mirror.roce_wire import WRITE
 from mirror.spans import Spans
@@ -123,6 +123,9 @@ class Reader:
                 self._at[row] = orders[int(spans.flow[i])], number
                 seen.data.append(bytearray(size))
                 seen.known.append(np.zeros(size, np.int8))
+                continue
+            if row < 0:
+                assert kind == HOLE and length == 0  # the length of a message is lost, and with it what it was
                 continue
             order, number = self._at[row]
             assert order == orders[int(spans.flow[i])] and number not in seen.ends
@@ -317,3 +320,69 @@ def test_hostile_bytes_are_never_a_crash(parts: list[tuple[int, bytes]], seed: i
     rng = random.Random(seed)
     frames = frames_of(joined, order=rng, size=rng.choice((7, 64)))
     Reader().run([frame for frame in frames if rng.random() > 0.1], 3)
+
+
+class Twice(Reader):
+    """Looks at further copies alone: (message, offset, bytes) of each that was told, (message, offset, length) of what
+    differs."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__(**options)
+        self.again: list[tuple[int, int, bytes]] = []
+        self.differ: list[tuple[int, int, int]] = []
+        self.number: dict[int, int] = {}
+
+    def take(self, spans: MessageSpans) -> None:
+        self.reasons |= {c.order: c.reason for c in self.messages.connections}
+        for i in range(spans.n):
+            row, offset, length = int(spans.message[i]), int(spans.offset[i]), int(spans.length[i])
+            if spans.kind[i] == BEGIN:
+                self.number[row] = int(self.messages.messages[row, M_FIRST])
+            elif spans.kind[i] == DUPLICATE:
+                self.again.append((self.number[row], offset, ctypes.string_at(int(spans.addr[i]), length)))
+            elif spans.kind[i] == CONFLICT:
+                self.differ.append((self.number[row], offset, length))
+
+
+@pytest.mark.parametrize("lag", [1, 30, 300])
+@pytest.mark.parametrize("sockets", [0, 3])
+def test_further_copies_are_told_of_the_messages_that_they_belong_to(sockets: int, lag: int) -> None:
+    """Every frame twice, the second one `lag` frames later: all of it but lengths is told at its place, so that it can
+    be compared; of messages that are over as well."""
+    rng = random.Random(lag)
+    messages = [rng.randbytes(size) for size in SIZES]
+    frames = frames_of(streams(messages, sockets, 128), order=rng)
+    first = 3 * (sockets + 1)
+    keyed = [(at, 0, frame) for at, frame in enumerate(frames)]
+    keyed += [(at + lag, 1, frame) for at, frame in enumerate(frames) if at >= first]
+    reader = Twice()
+    reader.run([frame for _, _, frame in sorted(keyed, key=lambda entry: entry[:2])])
+    assert not reader.differ
+    covered = [np.zeros(len(data), int) for data in messages]
+    for number, offset, piece in reader.again:
+        assert messages[number][offset : offset + len(piece)] == piece
+        covered[number][offset : offset + len(piece)] += 1
+    told = sum(int((count == 1).sum()) for count in covered)
+    assert not any((count > 1).any() for count in covered)
+    # A copy of bytes that themselves still wait for their length is not compared.
+    assert sum(map(len, messages)) - told <= (3 * 1400 if sockets and lag == 1 else 0)
+
+
+def test_copies_that_wait_and_differ_are_told_and_a_length_in_doubt_ends_the_connection() -> None:
+    messages = [random.Random(1).randbytes(50_000)]
+    frames = frames_of(streams(messages, 0, 128))
+    data = frames[3:]
+
+    def bent(frame: bytes, at: int) -> bytes:
+        changed = bytearray(frame)
+        changed[54 + at] ^= 1
+        return bytes(changed)
+
+    # A gap before it: the copies meet where they wait.
+    reader = Twice()
+    reader.run([*frames[:3], data[0], data[2], bent(data[2], 700), data[1], *data[3:]])
+    assert reader.differ == [(0, 2 * 1400 + 700 - 4, 1)]
+    assert set(reader.reasons.values()) == {""}
+    reader = Twice()
+    reader.run([*frames[:2], data[0], bent(data[0], 2), frames[2], *data[1:]])
+    assert any("two copies of bytes that hold the length" in reason for reason in reader.reasons.values())

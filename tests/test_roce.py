@@ -118,6 +118,32 @@ def test_a_middle_before_its_first_waits_for_it() -> None:
     assert wire.roce.held_bytes == 0
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_copies_that_wait_and_differ_are_both_thrown_away(first: bool) -> None:
+    """Of a packet that waits for the start of its message: nobody knows which is right, a third one may tell."""
+    wire = Wire()
+    frames = frames_of(Sender(psn=4096))
+    bad = roce_frame(MIDDLE, 4098, b"x" + DATA[2049:3072])
+    copies = [bad, frames[2]] if first else [frames[2], bad]
+    wire.feed(frames[1], copies[0], frames[3], frames[3], copies[1], copies[1])
+    assert wire.roce.counters()["conflicts"] == 1
+    wire.feed(frames[0], *frames[4:])
+    assert wire.roce.counters()["completed"] == 0 and wire.roce.held_bytes == 0
+    spans = wire.feed(frames[2])
+    assert [span[0] for span in spans] == ["data", "end"]
+    assert wire.recorder.messages[0].data == DATA and wire.recorder.messages[0].complete
+
+
+def test_copies_that_wait_and_differ_are_a_hole_if_none_comes() -> None:
+    wire = Wire()
+    frames = frames_of(Sender(psn=4096))
+    wire.feed(frames[1], frames[2], roce_frame(MIDDLE, 4098, b"x" + DATA[2049:3072]), *frames[3:])
+    wire.feed(frames[0])
+    wire.flush()
+    (message,) = wire.recorder.messages
+    assert message.holes == [(2048, 1024)] and not message.complete
+
+
 def test_writes_that_each_carry_their_address() -> None:
     """NIC adaptive routing: every packet is a WRITE ONLY; they may come in any order."""
     wire = Wire()

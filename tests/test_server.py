@@ -22,7 +22,7 @@ from test_description import job
 from flowcheck import client, protocol
 from flowcheck.connection import Connection, Unreachable
 from flowcheck.description import BufferSpec, JobDescription, TensorSpec
-from flowcheck.errors import BadConfig, FlowcheckError, NothingRestorable, Revoked, UsageError
+from flowcheck.errors import FlowcheckError, NothingRestorable, Revoked, UsageError
 from flowcheck.protocol import CHUNK, WINDOW
 from flowcheck.server import Deadlines, Server
 from flowcheck.sessions import digest
@@ -155,7 +155,7 @@ def test_the_latest_step_is_asked_for_anew_when_training_overtakes_the_reading(
 
 
 def test_status_and_ping(service: Recording, server: Server) -> None:
-    assert client.status(server.endpoints[0]) == {"markers": 0}
+    assert client.status(server.endpoints[0])["markers"] == 0
     with Connection(server.endpoints[0]) as connection:
         assert "version" in connection.request("ping", "pong", 5)
 
@@ -196,7 +196,7 @@ def test_a_client_that_does_not_read_is_cut_and_blocks_nobody(service: Recording
     with Server(service, [LOOPBACK], deadlines=Deadlines(fetch_idle=1.0)) as server:
         slow = Raw(server)
         slow.socket.set(zmq.RCVHWM, 1)
-        slow.send(protocol.encode("fetch-begin", run=None, step="latest"))
+        slow.send(protocol.encode("fetch-begin", run=None, step="latest", allow_unknown=False))
         kind, opened = slow.receive()
         assert kind == "fetch-open"
         for request in range(WINDOW):
@@ -214,7 +214,7 @@ def test_a_fetch_has_a_total_deadline(service: Recording) -> None:
     service.snapshot = snapshot(CHUNK)
     with Server(service, [LOOPBACK], deadlines=Deadlines(fetch_total=0.5)) as server:
         peer = Raw(server)
-        peer.send(protocol.encode("fetch-begin", run=None, step="latest"))
+        peer.send(protocol.encode("fetch-begin", run=None, step="latest", allow_unknown=False))
         session = peer.receive()[1]["session"]
         for request in range(40):
             peer.send(read(session, request))
@@ -250,7 +250,7 @@ def test_reads_outside_of_tensors_are_refused(
     changes: dict[str, Any], service: Recording, server: Server, raw: Raw
 ) -> None:
     service.snapshot = snapshot(CHUNK)
-    raw.send(protocol.encode("fetch-begin", run=None, step="latest"))
+    raw.send(protocol.encode("fetch-begin", run=None, step="latest", allow_unknown=False))
     session = raw.receive()[1]["session"]
     raw.send(read(session, 0, **changes))
     assert raw.receive()[0] == "error"
@@ -259,7 +259,7 @@ def test_reads_outside_of_tensors_are_refused(
 
 def test_asking_beyond_the_window_is_refused(service: Recording, server: Server, raw: Raw) -> None:
     service.snapshot = snapshot(CHUNK)
-    raw.send(protocol.encode("fetch-begin", run=None, step="latest"))
+    raw.send(protocol.encode("fetch-begin", run=None, step="latest", allow_unknown=False))
     session = raw.receive()[1]["session"]
     for request in range(20 * WINDOW):
         raw.send(read(session, request))
@@ -305,8 +305,8 @@ def text_of(description: JobDescription) -> bytes:
     return json.dumps(description.to_json()).encode()
 
 
-def begin(peer: Raw, text: bytes, checksum: str | None = None) -> tuple[str, dict[str, Any]]:
-    peer.send(protocol.encode("attach-begin", bytes=len(text), digest=checksum or digest(text)))
+def begin(peer: Raw, text: bytes, checksum: str | None = None, late: bool = False) -> tuple[str, dict[str, Any]]:
+    peer.send(protocol.encode("attach-begin", bytes=len(text), digest=checksum or digest(text), job="j", late=late))
     for offset in range(0, len(text), 1000):
         peer.send(protocol.encode("attach-text", offset=offset), text[offset : offset + 1000])
     return peer.receive()
@@ -437,7 +437,7 @@ def test_malformed_messages_cost_a_counter(service: Recording, server: Server, r
             assert kind == "error", frames
             assert answer["message"]
         wait_for(lambda number=number: server.counters["malformed"] == number)
-    assert client.status(server.endpoints[0]) == {"markers": 0}
+    assert client.status(server.endpoints[0])["markers"] == 0
 
 
 def test_a_frame_beyond_the_limit_cuts_the_connection_only(service: Recording, server: Server, raw: Raw) -> None:
@@ -498,15 +498,7 @@ def test_addresses_beyond_loopback_need_insecure(host: str, service: Recording) 
 def test_insecure_opens_every_address(service: Recording) -> None:
     with Server(service, ["tcp://0.0.0.0:0"], insecure=True) as server:
         port = server.endpoints[0].rpartition(":")[2]
-        assert client.status(f"tcp://127.0.0.1:{port}") == {"markers": 0}
-
-
-def test_keys_are_refused_until_they_exist(service: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadConfig, match="not supported yet"):
-        Server(service, [LOOPBACK], keys="/etc/flowcheck/keys")
-    monkeypatch.setenv("FLOWCHECK_KEYS", "/etc/flowcheck/keys")
-    with pytest.raises(BadConfig, match="not supported yet"):
-        Server(service, [LOOPBACK])
+        assert client.status(f"tcp://127.0.0.1:{port}")["markers"] == 0
 
 
 def test_several_endpoints_and_a_private_ipc_socket(service: Recording, tmp_path: Path) -> None:
@@ -515,13 +507,13 @@ def test_several_endpoints_and_a_private_ipc_socket(service: Recording, tmp_path
         assert len(server.endpoints) == 3
         for endpoint in server.endpoints:
             assert not endpoint.endswith(":0")
-            assert client.status(endpoint) == {"markers": 0}
+            assert client.status(endpoint)["markers"] == 0
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with pytest.raises(FlowcheckError, match="another daemon"):
             Server(service, [f"ipc://{path}"])
         with pytest.raises(FlowcheckError, match="in use"):
             Server(service, [server.endpoints[0]])
-        assert client.status(f"ipc://{path}") == {"markers": 0}
+        assert client.status(f"ipc://{path}")["markers"] == 0
     path.unlink(missing_ok=True)
     path.touch()
     with pytest.raises(UsageError, match="a file is there"):
@@ -536,14 +528,14 @@ def test_a_dead_daemons_socket_is_taken_over(service: Recording, tmp_path: Path)
     leftover.bind(str(path))
     leftover.close()
     with Server(service, [f"ipc://{path}"]) as server:
-        assert client.status(server.endpoints[0]) == {"markers": 0}
+        assert client.status(server.endpoints[0])["markers"] == 0
 
 
 def test_closing_ends_every_session(service: Recording) -> None:
     service.snapshot = snapshot(CHUNK)
     server = Server(service, [LOOPBACK]).start()
     peer, other = Raw(server), Raw(server)
-    peer.send(protocol.encode("fetch-begin", run=None, step="latest"))
+    peer.send(protocol.encode("fetch-begin", run=None, step="latest", allow_unknown=False))
     peer.receive()
     begin(other, text_of(job()))
     server.close()

@@ -72,9 +72,7 @@ def test_the_last_of_several_reductions_is_taken_however_little_of_it_was_seen(l
     job.reduction()
     job.optimizer_step()
     for _ in interrupted(job, first):
-        follower = Follower(job).run(per_block=1, quiet=SECOND)
-        follower.check(1)
-        assert follower.lost is None
+        Follower(job).run(per_block=1, quiet=SECOND).check(1)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -88,8 +86,8 @@ def test_without_canaries_the_first_of_two_reductions_is_never_taken_for_the_ste
     job.optimizer_step(canaries=0)
     for _ in interrupted(job, first):
         follower = Follower(job).run(per_block=1, quiet=20 * SECOND)
-        follower.check(0)
-        assert follower.lost is not None and "nothing tells" in follower.lost.reason
+        follower.verify()
+        assert follower.story == "x" and "nothing tells" in follower.why[1]
 
 
 @pytest.mark.parametrize("canaries", [3, 0])
@@ -108,9 +106,9 @@ def test_a_layout_that_is_reported_before_it_is_seen_on_the_wire(library: str, c
     for at in interrupted(job, first):
         job.words.insert(0, (min(at, job.wire.frames[first].ts), reporting(PERMUTED)))
         follower = Follower(job).run(per_block=1, quiet=20 * SECOND)
-        follower.check(len(follower.steps))
-        claimed.add(len(follower.steps))
-    assert claimed == {1 if canaries else 0}
+        follower.verify()
+        claimed.add(follower.story)
+    assert claimed == {"." if canaries else "x"}
 
 
 @pytest.mark.parametrize("elements", [7, sum(SIZES) - 1])
@@ -136,8 +134,8 @@ def test_sizes_that_look_alike_are_not_told_apart_before_the_last_bucket_is_know
     job.optimizer_step()
     for _ in interrupted(job, first):
         follower = Follower(job).run(per_block=1, quiet=20 * SECOND)
-        follower.check(0)
-        assert follower.lost is not None and "no 2 all-reduces with the sizes" in follower.lost.reason
+        follower.verify()
+        assert follower.story == "x" and "no 2 all-reduces with the sizes" in follower.why[1]
 
 
 def both_begin_with(value: float) -> tuple[SyntheticJob, int]:
@@ -159,8 +157,8 @@ def test_a_canary_that_agrees_with_an_earlier_reduction_too_does_not_hurry_the_c
     job, first = both_begin_with(1.0)
     for _ in interrupted(job, first):
         follower = Follower(job).run(per_block=1, quiet=SECOND)
-        follower.check(0)
-        assert follower.lost is not None and "nothing tells" in follower.lost.reason
+        follower.verify()
+        assert follower.story == "x" and "nothing tells" in follower.why[1]
 
 
 def test_a_canary_of_zero_does_not_speak_for_the_reductions_that_were_shown() -> None:
@@ -168,5 +166,5 @@ def test_a_canary_of_zero_does_not_speak_for_the_reductions_that_were_shown() ->
     job, first = both_begin_with(0.0)
     for shown in range(first, len(job.wire.frames) + 1):
         follower = Follower(job).run(job.wire.frames[:shown], per_block=1, quiet=20 * SECOND)
-        follower.check(0)
-        assert follower.lost is not None
+        follower.verify()
+        assert follower.story == "x"

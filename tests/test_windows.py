@@ -77,12 +77,59 @@ def test_rivals_with_equal_bytes_are_no_rivals() -> None:
     assert pick(two_buckets(), held)[1] is None
 
 
-def test_an_incomplete_rival_cannot_be_ruled_out() -> None:
+@pytest.mark.parametrize("element", [0, 20])
+def test_an_incomplete_rival_is_ruled_out_by_what_is_known_of_it(element: int) -> None:
     held = accumulated()
-    held[6] = filled(values(6, 24), whole=False)
-    first = held[0].data.view(np.float32)[0:1].tobytes()
-    tags, problem = pick(two_buckets(), held, [Probe(0, 0, first)])
-    assert tags == () and problem is not None
+    held[6] = filled(values(6, 24), whole=False)  # without its elements from 18 on
+    told = held[0].data.view(np.float32)[element : element + 1].tobytes()
+    tags, problem = pick(two_buckets(), held, [Probe(0, 4 * element, told)])
+    assert (tags, problem) == ((0, 1), None) if element == 0 else tags == () and problem is not None
+
+
+def test_a_canary_rules_out_what_copies_disagree_about_no_more_than_what_was_lost() -> None:
+    held = accumulated()
+    told = held[0].data.view(np.float32)[5:6].tobytes()
+    held[6].poison(16, 4, 0)
+    assert pick(two_buckets(), held, [Probe(0, 20, told)]) == ((0, 1), None)
+    held[6].poison(20, 1, 0)
+    assert pick(two_buckets(), held, [Probe(0, 20, told)])[0] == ()
+
+
+@pytest.mark.parametrize("condemned", [True, False])
+def test_a_landing_that_cannot_be_trusted_is_no_choice_that_could_be_checked(condemned: bool) -> None:
+    held = {3: filled(values(1, 24)), 5: filled(values(2, 40))}
+    told = [Probe(0, 4, held[3].data[4:8].tobytes())]
+    lay = two_buckets()
+    assert choose(lay, [(3, 96), (5, 160)], held.get, told).checked
+    if condemned:
+        held[3].condemn()
+    else:
+        for _ in range(65):
+            held[3].poison(40, 4, 0)
+    choice = choose(lay, [(3, 96), (5, 160)], held.get, told)
+    assert choice.tags == () and choice.problem is not None and "among what was lost" in choice.problem
+    assert choose(lay, [(3, 96), (5, 160)], held.get, []).tags == (3, 5)
+    told.append(Probe(1, 8, held[5].data[8:12].tobytes()))
+    assert choose(lay, [(3, 96), (5, 160)], held.get, told).checked
+
+
+def test_a_bucket_that_was_never_seen_is_the_one_that_is_left() -> None:
+    lay = layout([[2], [1], [0]], specs(40, 24, 32))
+    held = {3: filled(values(1, 32)), 5: filled(values(3, 40))}
+    some = [(3, 128), (5, 160)]
+
+    def pick_with(candidates: list[tuple[int, int]], unseen: set[int], counted: bool = True) -> tuple[int, ...]:
+        return choose(lay, candidates, held.get, [], unseen, counted).tags
+
+    assert pick_with(some, {4}) == (3, 4, 5)
+    assert pick_with(some, {4}, False) == ()
+    for other in ({2}, {6}, {4, 6}, set()):
+        assert pick_with(some, other) == ()
+    assert pick_with([(3, 128)], {4, 5}) == (3, 4, 5)
+    assert pick_with([(5, 160)], {3, 4}) == (3, 4, 5)
+    assert pick_with([], {3, 4, 5}) == ()  # nothing shows that there was a reduction
+    wrong = [Probe(0, 4, b"\1\2\3\4")]
+    assert choose(lay, some, held.get, wrong, {4}, True).tags == ()
 
 
 @pytest.mark.parametrize("stranger", [2, 4, 6])

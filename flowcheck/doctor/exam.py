@@ -157,6 +157,7 @@ class Examination:
             roce_lost=roce["lost_packets"], roce_hole_bytes=roce["hole_bytes"],
             roce_tails=int(self._parts[k.P_LAST]), roce_full=int(self._parts[k.P_FULL]),
             roce_acks=int(self._parts[k.P_ACKS]),
+            nccl_messages=sum(link.messages for ring in rings for link in ring.links),
             rings=(*self._known_rings(report), *unknown, *rings), other_links=others,
             coverage=tuple(one for told in shown for one in told or ()), unplaced=None in shown,
             strange_rooms=self._nccl.strange_rooms(),

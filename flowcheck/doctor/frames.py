@@ -9,7 +9,7 @@ from flowcheck.doctor.nic import Settings
 from flowcheck.doctor.seen import Seen, Strange
 from flowcheck.observation import size_text
 
-__all__ = ["judge"]
+__all__ = ["drops", "judge", "missing", "truncation"]
 
 # Types that every network has and nobody needs here: ARP, LLDP, PTP, EAPOL, slow protocols, flow control, loopback
 # tests, and a length in place of a type (spanning tree and the like).
@@ -42,7 +42,7 @@ def judge(seen: Seen, settings: Settings | None) -> list[Finding]:
     """Findings on the frames of a capture that has some. settings: of the capture interface, where it is known."""
     here = settings.interface if settings is not None else "IFACE"
     checks: tuple[Callable[[Seen, str], list[Finding]], ...] = (
-        _wrapping, _strangers, _truncation, _missing, _copies, _merged, _damaged
+        _wrapping, _strangers, _truncation, drops, _missing, _copies, _merged, _damaged
     )  # fmt: skip
     found = [finding for check in checks for finding in check(seen, here)]
     if settings is not None and settings.speed and seen.seconds > 1:
@@ -114,6 +114,14 @@ def _name(strange: Strange) -> str:
 
 
 def _truncation(seen: Seen, here: str) -> list[Finding]:
+    found = truncation(seen, here)
+    if not found and seen.training:
+        found.append(Finding("truncation", OK, "No frame was cut short."))
+    return found
+
+
+def truncation(seen: Seen, here: str) -> list[Finding]:
+    """Frames that were cut short, and by whom. here: the interface's name."""
     found = []
     if seen.cut_by_switch:
         found.append(Finding(
@@ -134,12 +142,11 @@ def _truncation(seen: Seen, here: str) -> list[Finding]:
             "most.",
             remedy,
         ))  # fmt: skip
-    if not found and seen.training:
-        found.append(Finding("truncation", OK, "No frame was cut short."))
     return found
 
 
-def _missing(seen: Seen, here: str) -> list[Finding]:
+def drops(seen: Seen, here: str) -> list[Finding]:
+    """Frames lost on this machine. here: the interface's name."""
     found = []
     if seen.kernel_drops:
         found.append(Finding(
@@ -153,11 +160,21 @@ def _missing(seen: Seen, here: str) -> list[Finding]:
             f"ethtool -g {here}, then ethtool -G {here} rx with the maximum it shows; ethtool -S {here} says what kind "
             "of drops they are",
         ))  # fmt: skip
+    return found
+
+
+def missing(seen: Seen, here: str) -> Finding:
+    """Why frames that were lost before this machine are missing. here: the interface's name."""
+    return _full_sized(seen, here) or _lost(seen, here)
+
+
+def _missing(seen: Seen, here: str) -> list[Finding]:
     if seen.cut_by_switch or seen.cut_by_snaplen:
-        return found  # what was cut is missing too: nothing more can be told
+        return []  # what was cut is missing too: nothing more can be told
     larger = _full_sized(seen, here)
     if larger:
-        return [*found, larger]
+        return [larger]
+    found = []
     if seen.tcp_holes or seen.roce_lost:
         found.append(_lost(seen, here))
     elif seen.training:
@@ -173,11 +190,10 @@ def _missing(seen: Seen, here: str) -> list[Finding]:
 
 def _full_sized(seen: Seen, here: str) -> Finding | None:
     """Long frames missing while short ones pass."""
-    came = sum(link.messages for ring in seen.rings if ring.library == "nccl" for link in ring.links)
     few = seen.roce_full <= (seen.roce_tails + seen.roce_lost) // 50
     if few and seen.roce_tails >= _SEVERAL:
         what = f"{seen.roce_tails} RoCE messages show their last packet and none of those before"
-    elif few and seen.roce_lost >= max(_SEVERAL, came):
+    elif few and seen.roce_lost >= max(_SEVERAL, seen.nccl_messages):
         what = f"{seen.roce_lost} RoCE packets are missing, and none came that fills a path MTU"
     elif (
         seen.tcp_holes >= _SEVERAL

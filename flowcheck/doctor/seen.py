@@ -177,6 +177,8 @@ class Seen:
     roce_full: int = 0
     """Packets with data that fill a path MTU; all but the last of every message do."""
 
+    nccl_messages: int = 0
+    """Messages with data that came on NCCL's connections."""
     rings: tuple[Ring, ...] = ()
     other_links: int = 0
     """NCCL connections of send/recv."""

@@ -83,7 +83,7 @@ class SocketTraffic:
         """In the order in which they were found."""
         self._sockets = SocketMessages(heads, _CURRENT)
         self._keep = keep
-        self.table = MessageTable(self._sockets, self._message, _no_gap, limit=limit)
+        self.table = MessageTable(self._sockets, self._message, _lost_length, limit=limit)
 
     def feed(self, spans: Spans, inline: int | None) -> None:
         """Take a batch. inline: `Traits.socket_inline` of connections made by it, None if that is not known."""
@@ -133,5 +133,5 @@ class SocketTraffic:
             self._keep(one.flow, message, begin, end)
 
 
-def _no_gap(flow: int, psn: int, packets: int) -> None:
-    raise AssertionError("a message of a NET/Socket connection has its place")
+def _lost_length(flow: int, psn: int, packets: int) -> None:
+    """A hole in no message: a length that was not captured. The connection itself says so (`SocketSeen.lost`)."""

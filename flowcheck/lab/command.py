@@ -63,6 +63,13 @@ from flowcheck.lab.nccl_wire_job import ALGORITHMS, PROTOCOLS
 )
 @click.option("--journal", type=click.Path(dir_okay=False), help="File for the daemon's line per step.")
 @click.option("--record", type=click.Path(dir_okay=False), help="Record mirrored frames to this pcap file.")
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="SPEC",
+    help="Rehearse: injure the mirrored frames; drop=0.001,seed=7 (docs/faults.md).",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- SCRIPT.py|-m MODULE [ARGS...]")
 @click.pass_context
 def lab_command(
@@ -84,6 +91,7 @@ def lab_command(
     listen: str | None,
     journal: str | None,
     record: str | None,
+    faults: tuple[str, ...],
     command: tuple[str, ...],
 ) -> None:
     """Run a training script on a virtual cluster, with its traffic mirrored to flowcheck's daemon.
@@ -96,7 +104,10 @@ def lab_command(
     """
     # Only here, so that the other commands do not pay for it.
     from flowcheck.lab.launcher import run
+    from flowcheck.lab.topology import MONITOR
+    from mirror.faults import faults_of
 
+    faults_of(faults, (MONITOR,))
     chosen: tuple[Mirror, ...] | None = None
     if mirrors:
         chosen = () if mirrors == ("none",) else tuple(Mirror.parse(text) for text in mirrors)
@@ -119,5 +130,6 @@ def lab_command(
         listen=listen,
         journal=journal,
         record=record,
+        faults=faults,
     )
     context.exit(run(config))

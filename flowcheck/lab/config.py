@@ -74,6 +74,7 @@ class LabConfig:
     listen: str | None = None
     journal: str | None = None
     record: str | None = None
+    faults: tuple[str, ...] = ()
     daemon: tuple[str, ...] | None = None
     daemon_args: tuple[str, ...] = ()
     daemon_cpus: tuple[int, ...] | None = None

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from flowcheck import keys
 from flowcheck.errors import FlowcheckError, NoPermission
 from flowcheck.lab import topology
 from flowcheck.lab.config import MAX_IPC_PATH, TCP, LabConfig, check_command
@@ -30,6 +31,7 @@ from flowcheck.lab.supervisor import DAEMON, LineReader, to_json
 TERMINATE = 5.0
 BUILD = 60.0
 _SLICE = 0.2
+_TRAINER = "trainer"
 # torch loads what is announced here when it is imported: its documented way for backends from outside.
 _ENTRY_POINTS = "[torch.backends]\nflowcheck-lab = flowcheck.lab.nccl_backend:register\n"
 
@@ -117,6 +119,7 @@ class Lab:
         self._pump(lambda: self._built, BUILD, "the lab's networks did not come up")
         if self.config.daemon != ():
             self.endpoint = f"ipc://{path}"
+            keys.generate(self._keys, {_TRAINER: keys.WRITE})
             self.start_daemon()
 
     def start_daemon(self, *arguments: str) -> None:
@@ -126,13 +129,15 @@ class Lab:
         if command is None:
             # -P: a folder named like one of flowcheck's packages in the user's working directory is not ours.
             command = (sys.executable, "-P", "-m", "flowcheck", "daemon")
-        options = ["-i", topology.MONITOR, "--insecure"]
+        options = ["-i", topology.MONITOR, "--keys", str(self._keys)]
         for endpoint in (str(self.endpoint), topology.daemon_endpoint()):
             options += ["--listen", endpoint]
         for name in ("store", "journal", "record"):
             value = getattr(config, name)
             if value is not None:
                 options += [f"--{name}", str(value)]
+        for fault in config.faults:
+            options += ["--fault", fault]
         self._listening = self._stopping_daemon = False
         self.daemon_status = None
         self._do("daemon", argv=[*command, *options, *config.daemon_args, *arguments], env=child_environment())
@@ -163,8 +168,11 @@ class Lab:
         self._do("train", argv=[sys.executable, *command], env={**self._trainer_environment(), **(env or {})})
 
     def _trainer_environment(self) -> dict[str, str]:
-        """For the lab's NCCL: where its backend is announced to torch, and where NCCL's log goes."""
+        """The trainers' key; for the lab's NCCL: where its backend is announced to torch, and where NCCL's log goes."""
         env = child_environment()
+        if self.endpoint is not None:
+            env.pop(keys.SERVER_KEY, None)  # the one in the file is right
+            env[keys.KEY] = str(self._keys / keys.CLIENTS / f"{_TRAINER}{keys.SECRET}")
         if self.config.transport != TCP:
             logs = Path(str(self._folder), "nccl")
             logs.mkdir(exist_ok=True)
@@ -175,6 +183,11 @@ class Lab:
             (announced / "entry_points.txt").write_text(_ENTRY_POINTS)
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(announced.parent))))
         return env
+
+    @property
+    def _keys(self) -> Path:
+        """The folder of this lab's keys: made for it, and gone with it."""
+        return Path(str(self._folder), "keys")
 
     @property
     def running(self) -> list[int]:

@@ -15,11 +15,15 @@ The wire format is in docs/gloo.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from mirror.flows import Flows
+from mirror.loss import Evidence
 from mirror.memory import address_of
 from mirror.spans import Spans
+from reconstruct.causes import Cause, explained
 from reconstruct.decoder import ALLREDUCE, IGNORE, KIND_NAMES, RAW, AllReduce, Event, Plan, Planner, Request
 from reconstruct.gloo import schedule
 from reconstruct.gloo import state as g
@@ -50,6 +54,7 @@ class GlooDecoder:
 
     def __init__(self, flows: Flows, *, budget_bytes: int = 8 << 30, max_lanes: int = 8192) -> None:
         self.planner: Planner = _ignore
+        self.evidence = Evidence()
         self._claims = Claims()
         self._lanes = LaneTable(flows, self._claims, max_lanes)
         self._held = Holdings(budget_bytes)
@@ -76,6 +81,7 @@ class GlooDecoder:
             for owner, slot in [key for key in self._held.private if key[0] == lane]:
                 self._held.drop_private(owner, slot)
         self._held.drop(name, None)
+        self._reports.blame.forget(member.number)
         self._claims.remove(name)
 
     def links(self, group: str) -> set[tuple[int, int]]:
@@ -114,14 +120,18 @@ class GlooDecoder:
 
         A link whose number stays the same has shown every all-reduce of the time between.
         """
+        return {link: int(row[g.GAPS]) + int(row[g.MODE] in (g.SCAN, g.DEAD)) for link, row in self._ring(group)}
+
+    def newest(self, group: str) -> dict[tuple[int, int], int]:
+        """The same links -> the highest tag that each has shown."""
+        return {link: int(row[g.MAX_TAG]) for link, row in self._ring(group)}
+
+    def _ring(self, group: str) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+        """(context, sender) and row of each ring link that is open."""
         member = self._claims.members[group]
-        found = {}
         for context in range(len(member.group.contexts)):
             for lane in self._lanes.ring_lanes(member, context):
-                row = self._lanes.state.lanes[lane]
-                unframed = row[g.MODE] in (g.SCAN, g.DEAD)
-                found[context, self._lanes.ranks(lane)[0]] = int(row[g.GAPS]) + int(unframed)
-        return found
+                yield (context, self._lanes.ranks(lane)[0]), self._lanes.state.lanes[lane]
 
     def _seen(self, group: str) -> set[tuple[int, int, int]]:
         member = self._claims.members[group]
@@ -143,6 +153,20 @@ class GlooDecoder:
     def landing(self, group: str, tag: int) -> Landing | None:
         """The landing of an all-reduce, complete or not; valid until it is retired."""
         return self._held.landings.get((group, tag))
+
+    def causes(self, group: str, tag: int, size: int = 0) -> list[Cause]:
+        """See `Decoder.causes`."""
+        member = self._claims.members[group]
+        world = member.group.world_size
+        gaps = self._reports.blame.of(member.number, tag % max(1, len(member.group.contexts)), tag)
+        landing = self._held.landings.get((group, tag))
+        if landing is None:
+            return explained([(0, size)] if size else [], [], [(0, size, why) for _, why in gaps], self.evidence)
+        behind = []
+        for sender, why in gaps:
+            never, after = schedule.own_chunk(landing.size, landing.itemsize, world, (sender - 1) % world)
+            behind += [(0, never, why), (after, landing.size, why)]
+        return explained(landing.holes(), landing.losses, behind, self.evidence)
 
     def fits(self, group: str, tag: int, size: int, itemsize: int) -> bool:
         """Whether `place` with that size would place an all-reduce, or has."""
@@ -167,15 +191,16 @@ class GlooDecoder:
             return landing if self._held.placed[group, tag] == (size, itemsize) else None
         return self._reports.place_raw(group, tag, size, itemsize)
 
-    def settled(self, group: str, tag: int) -> bool:
+    def settled(self, group: str, tag: int, behind: int) -> bool:
         """Whether no seen ring link can bring anything more of an all-reduce: each has finished it, lost it, ended,
-        or gone on far beyond it."""
+        or gone on to what begins when it is over, a tag from `behind` on, or far beyond it."""
         member = self._claims.members[group]
         contexts = len(member.group.contexts)
         slot = slot_of(ALLREDUCE, tag)
         for lane in self._lanes.ring_lanes(member, tag % contexts if contexts else 0):
             row, entry = self._lanes.state.lanes[lane], self._lanes.entry(lane, slot)
-            passed = row[g.MODE] == g.DEAD or max(int(row[g.FLOOR]), int(row[g.MAX_TAG]) - _PASSED) >= tag
+            newest = int(row[g.MAX_TAG])
+            passed = row[g.MODE] == g.DEAD or max(int(row[g.FLOOR]), newest - _PASSED) >= tag or newest >= behind
             if not passed and (entry is None or entry[g.PLAN] not in (g.DONE, g.LOST, g.IGNORED)):
                 return False
         return True
@@ -218,7 +243,8 @@ class GlooDecoder:
         self._lanes.state.cursor[[g.C_SPAN, g.C_AT, g.C_LOG]] = 0
         while True:
             state = self._lanes.state
-            reason = run(state, spans.n, spans.flow, spans.kind, spans.offset, spans.addr, spans.length, spans.ts)
+            reason = run(state, spans.n, spans.flow, spans.kind, spans.offset, spans.addr, spans.length, spans.ts,
+                         spans.why)
             self._reports.drain()
             if reason == g.END:
                 break

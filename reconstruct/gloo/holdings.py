@@ -26,6 +26,10 @@ class Holdings:
         """Any landing by its number."""
         return self.budget.of(ident)
 
+    def find(self, ident: int) -> Landing | None:
+        """The same; None if it is held no more."""
+        return self.budget.find(ident)
+
     def shared(self, group: str, tag: int, size: int, itemsize: int, world: int) -> Landing | None:
         """The landing of an all-reduce, made if there is none yet; None if the budget does not allow it."""
         landing = self.landings.get((group, tag))

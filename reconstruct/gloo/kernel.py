@@ -27,7 +27,16 @@ from mirror.memory import copy, equal, load_u8, load_u32, load_u64
 from mirror.spans import CLOSE, CONFLICT, DATA, DUPLICATE, HOLE, OPEN
 from reconstruct.gloo import state as g
 from reconstruct.gloo.framing import PREAMBLE_BYTES, valid
-from reconstruct.gloo.messages import GO_ON, act_on_preamble, end_payload, lose_framing, note, place, scan
+from reconstruct.gloo.messages import (
+    GO_ON,
+    act_on_preamble,
+    end_payload,
+    lose_framing,
+    note,
+    note_hole,
+    place,
+    scan,
+)
 from reconstruct.gloo.state import State
 from reconstruct.landing import IDENT, meta_words, needs_node, poison
 
@@ -117,19 +126,24 @@ def _data(state: State, lane: int, offset: int, address: int, count: int, ts: in
 
 
 @internal()
-def _hole(state: State, lane: int, length: int, ts: int) -> None:
+def _hole(state: State, lane: int, length: int, known: int, since: int, ts: int) -> None:
     """`length` bytes of the stream are missing: skipped where a payload is known, else framing is lost."""
     row = state.lanes[lane]
     if row[g.POSITION] < 0:
         row[g.POSITION] = 0
-    state.cursor[g.C_HOLE_BYTES] += length
+    cursor = state.cursor
+    cursor[g.C_HOLE_BYTES] += length
+    cursor[g.C_KNOWN], cursor[g.C_SINCE], cursor[g.C_UNTIL] = known, since, ts
     rest = length
     while True:
         mode = row[g.MODE]
         if mode == g.PAYLOAD:
             take = min(row[g.REMAIN], rest)
             if take and row[g.DEST_KIND] == g.TO_MEMORY:
-                note(state, g.LOG_RAW_HOLE, lane, row[g.LENGTH] - row[g.REMAIN], take, 0, 0, 0)
+                note_hole(state, g.LOG_RAW_HOLE, lane, 0, row[g.LENGTH] - row[g.REMAIN], take)
+            elif take and row[g.DEST_KIND] == g.TO_LANDING:
+                offset = row[g.DEST_OFFSET] + row[g.LENGTH] - row[g.REMAIN]
+                note_hole(state, g.LOG_HOLE, lane, meta_words(row[g.DEST])[IDENT], offset, take)
             row[g.MISSING] += take
             row[g.REMAIN] -= take
             row[g.POSITION] += take
@@ -152,34 +166,61 @@ def _hole(state: State, lane: int, length: int, ts: int) -> None:
         elif mode == g.PREAMBLE:
             lose_framing(state, lane, 1)
             row[g.HAVE] = 0
+            row[g.POSITION] += rest
+            return
         else:
+            if mode == g.SCAN:
+                note_hole(state, g.LOG_GAP, lane, 2, 0, 0)
             row[g.HAVE] = 0
             row[g.POSITION] += rest
             return
 
 
 @internal()
+def _heads_again(state: State, lane: int, offset: int, address: int, count: int) -> None:
+    """A second copy of delivered bytes: compared with the starts of messages that are remembered.
+
+    Where they differ and one of them is no valid preamble the other one is right: nothing that was done is in doubt.
+    """
+    at = state.lanes[lane, g.HEADS]
+    for _ in range(g.RECENT_HEADS):
+        start, bad = state.heads_at[lane, at, g.H_START], state.heads_at[lane, at, g.H_BAD]
+        if start + PREAMBLE_BYTES <= offset:
+            return
+        low, high = max(offset, start), min(offset + count, start + PREAMBLE_BYTES)
+        head = state.heads.ctypes.data + (lane * g.RECENT_HEADS + at) * PREAMBLE_BYTES
+        if low < high and not equal(head + low - start, address + low - offset, high - low):
+            whole = high - low == PREAMBLE_BYTES
+            plain = bad == 0 and not (whole and not valid(address + start - offset, False))
+            note(state, g.LOG_DOUBT, lane, low, high, 0 if plain else 2, 0, 0)
+        at = (at - 1) % g.RECENT_HEADS
+
+
+@internal()
 def _again(state: State, lane: int, offset: int, address: int, count: int, ts: int) -> int:
     """A second copy of delivered bytes: compared where the first is held, late bytes of a hole are placed."""
-    for number in range(g.RECENT):
+    number = state.lanes[lane, g.NEWEST]
+    for _ in range(g.RECENT):
         recent = state.recent[lane, number]
         low, high = max(offset, recent[g.R_START]), min(offset + count, recent[g.R_START] + recent[g.R_LENGTH])
-        if low >= high:
-            continue
-        if recent[g.R_KIND] == g.TO_LANDING:
+        if recent[g.R_START] + recent[g.R_LENGTH] <= offset:
+            break
+        if low < high and recent[g.R_KIND] == g.TO_LANDING:
             meta = meta_words(recent[g.R_ADDRESS])
             if needs_node(meta):
                 state.cursor[g.C_ARGUMENT] = meta[IDENT]
                 return g.NODES
             place(state, lane, recent[g.R_ADDRESS], recent[g.R_OFFSET] + low - recent[g.R_START],
                            address + low - offset, high - low, recent[g.R_SENDER], ts)
-        elif recent[g.R_KIND] == g.TO_MEMORY:
+        elif low < high and recent[g.R_KIND] == g.TO_MEMORY:
             row = state.lanes[lane]
-            if row[g.MODE] == g.PAYLOAD and row[g.NEWEST] == number and (
-                    row[g.MISSING] or high - recent[g.R_START] > row[g.LENGTH] - row[g.REMAIN]):
-                continue
-            if not equal(recent[g.R_ADDRESS] + low - recent[g.R_START], address + low - offset, high - low):
+            going_on = row[g.MODE] == g.PAYLOAD and row[g.NEWEST] == number and (
+                    row[g.MISSING] or high - recent[g.R_START] > row[g.LENGTH] - row[g.REMAIN])
+            if not going_on and not equal(recent[g.R_ADDRESS] + low - recent[g.R_START], address + low - offset,
+                                          high - low):
                 note(state, g.LOG_DOUBT, lane, low, high, 1, 0, 0)
+        number = (number - 1) % g.RECENT
+    _heads_again(state, lane, offset, address, count)
     return GO_ON
 
 
@@ -239,7 +280,7 @@ def _head(state: State, flow: int, address: int, count: int) -> int:
 
 @njit(cache=True, nogil=True)
 def run(state: State, n: int, flows: np.ndarray, kinds: np.ndarray, offsets: np.ndarray, addresses: np.ndarray,
-        counts: np.ndarray, times: np.ndarray) -> int:
+        counts: np.ndarray, times: np.ndarray, whys: np.ndarray) -> int:
     """Take spans cursor[C_SPAN]..n; returns why it stopped (END: all taken). See mirror.spans for the arrays.
 
     cursor[C_LANE] is the lane (NEW_FLOW, FOUND: the flow) that the reason is about.
@@ -269,7 +310,7 @@ def run(state: State, n: int, flows: np.ndarray, kinds: np.ndarray, offsets: np.
                     lanes[at, g.POSITION] += taken
                     cursor[g.C_SPAN] = i + 1
                     continue
-        if cursor[g.C_LOG] > g.LOG_ROWS - 2 * g.RECENT - _LOG_MARGIN:
+        if cursor[g.C_LOG] > g.LOG_ROWS - 2 * g.RECENT - g.RECENT_HEADS - _LOG_MARGIN:
             return g.DRAIN
         i = cursor[g.C_SPAN]
         flow: Any = np.int64(flows[i])
@@ -293,7 +334,7 @@ def run(state: State, n: int, flows: np.ndarray, kinds: np.ndarray, offsets: np.
             if kind == DATA:
                 reason = _data(state, lane, offsets[i], addresses[i], counts[i], times[i])
             elif kind == HOLE:
-                _hole(state, lane, counts[i], times[i])
+                _hole(state, lane, counts[i], whys[i, 0], whys[i, 1], times[i])
             elif kind == DUPLICATE:
                 reason = _again(state, lane, offsets[i], addresses[i], counts[i], times[i])
             elif kind == CONFLICT:

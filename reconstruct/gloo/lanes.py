@@ -221,6 +221,10 @@ class LaneTable:
 
     # Looking
 
+    def vantage(self, lane: int) -> int:
+        """The vantage group that shows a lane's flow."""
+        return self._flows.vantage(int(self.state.lanes[lane, g.FLOW]))
+
     @property
     def members(self) -> dict[str, Membership]:
         """The known groups."""

@@ -18,7 +18,7 @@ from reconstruct.gloo.schedule import message
 from reconstruct.gloo.state import State
 from reconstruct.landing import COMPLETED, CONFLICTED, DROPPED, IDENT, condemn, deposit, meta_words
 
-__all__ = ["GO_ON", "act_on_preamble", "end_payload", "lose_framing", "note", "place", "scan"]
+__all__ = ["GO_ON", "act_on_preamble", "end_payload", "lose_framing", "note", "note_hole", "place", "scan"]
 
 GO_ON = -1
 _MAX_BAD = 1000
@@ -30,6 +30,17 @@ def note(state: State, what: int, lane: int, a: int, b: int, c: int, d: int, e: 
     row = state.log[number]
     row[0], row[1], row[2], row[3], row[4], row[5], row[6] = what, lane, a, b, c, d, e
     state.cursor[g.C_LOG] = number + 1
+
+
+@internal()
+def note_hole(state: State, what: int, lane: int, ident: int, offset: int, length: int) -> None:
+    """Log a loss together with what the HOLE at hand says of it. ident: of the landing; of LOG_GAP: 0 no HOLE took
+    the border, 1 one did, 2 framing was lost before and more is missing."""
+    number, cursor = state.cursor[g.C_LOG], state.cursor
+    row = state.log[number]
+    row[0], row[1], row[2], row[3], row[4] = what, lane, ident, offset, length
+    row[5], row[6], row[7] = cursor[g.C_KNOWN], cursor[g.C_SINCE], cursor[g.C_UNTIL]
+    cursor[g.C_LOG] = number + 1
 
 
 @internal()
@@ -112,6 +123,16 @@ def place(state: State, lane: int, meta: int, offset: int, source: int, count: i
 
 
 @internal()
+def _keep_head(state: State, lane: int, start: int, bad: int) -> None:
+    """Remember the preamble in `pre`, whose first byte is byte `start` of the stream."""
+    at = (state.lanes[lane, g.HEADS] + 1) % g.RECENT_HEADS
+    state.lanes[lane, g.HEADS] = at
+    copy(state.heads.ctypes.data + (lane * g.RECENT_HEADS + at) * PREAMBLE_BYTES,
+         state.pre.ctypes.data + lane * g.PRE_BYTES, PREAMBLE_BYTES)
+    state.heads_at[lane, at, g.H_START], state.heads_at[lane, at, g.H_BAD] = start, bad
+
+
+@internal()
 def _begin_payload(state: State, lane: int, number: int, slot: int, length: int) -> int:
     """Start the payload announced by the preamble at hand, or say what Python must answer first."""
     row, entry = state.lanes[lane], state.entries[lane, number]
@@ -147,6 +168,7 @@ def _begin_payload(state: State, lane: int, number: int, slot: int, length: int)
     row[g.DEST_KIND], row[g.DEST_OFFSET] = kind, offset
     row[g.INDEX], row[g.LENGTH], row[g.REMAIN], row[g.START] = index, length, length, row[g.POSITION]
     row[g.CURRENT], row[g.MISSING] = slot, 0
+    _keep_head(state, lane, row[g.START] - PREAMBLE_BYTES, 0)
     row[g.MODE] = g.PAYLOAD
     row[g.HAVE] = 0
     newest = (row[g.NEWEST] + 1) % g.RECENT
@@ -179,11 +201,11 @@ def end_payload(state: State, lane: int, ts: int) -> None:
 
 @internal()
 def lose_framing(state: State, lane: int, known: int) -> None:
-    """The next message border is not known. known: the last one is, at POSITION - HAVE."""
+    """The next message border is not known. known: the last one is, at POSITION - HAVE, and a HOLE took the next."""
     row = state.lanes[lane]
     row[g.GAP_START], row[g.GAP_KNOWN] = row[g.POSITION] - row[g.HAVE], known
     row[g.MODE] = g.SCAN if row[g.GROUP] >= 0 else g.DEAD
-    note(state, g.LOG_GAP, lane, 0, 0, 0, 0, 0)
+    note_hole(state, g.LOG_GAP, lane, known, 0, 0)
 
 
 @internal()
@@ -197,6 +219,7 @@ def act_on_preamble(state: State, lane: int) -> int:
             row[g.MODE] = g.DEAD
             note(state, g.LOG_TLS, lane, 0, 0, 0, 0, 0)
             return GO_ON
+        _keep_head(state, lane, row[g.POSITION] - PREAMBLE_BYTES, 1)
         lose_framing(state, lane, 0)
         if row[g.BAD] > _MAX_BAD:
             row[g.MODE] = g.DEAD
@@ -224,6 +247,7 @@ def act_on_preamble(state: State, lane: int) -> int:
         entry[g.LONGEST] = max(entry[g.LONGEST], length)
     row[g.HAVE] = 0
     row[g.MESSAGES] += 1
+    _keep_head(state, lane, row[g.POSITION] - PREAMBLE_BYTES, 0)
     return GO_ON
 
 

@@ -17,7 +17,7 @@ from reconstruct.gloo import state as g
 from reconstruct.gloo.framing import PREAMBLE_BYTES, Pending, lost_payloads
 from reconstruct.gloo.lanes import LaneTable, split
 
-__all__ = ["CLEAN_AFTER", "OpenSlot", "after_gap", "slot_completed"]
+__all__ = ["CLEAN_AFTER", "OpenSlot", "after_gap", "slot_completed", "unproven"]
 
 CLEAN_AFTER = 8
 """Complete collectives after a gap that prove later ones clean. Gloo starts collectives in the order of their tags, and
@@ -43,8 +43,7 @@ def after_gap(lanes: LaneTable, lane: int) -> list[OpenSlot]:
     row, entries = lanes.state.lanes[lane], lanes.state.entries[lane]
     known = bool(row[g.GAP_KNOWN])
     gap = int(row[g.POSITION]) - PREAMBLE_BYTES - int(row[g.GAP_START])
-    row[g.DIRT], row[g.PROVEN], row[g.PROVEN_TAG] = g.UNPROVEN, 0, -1
-    row[g.GAPS] += 1
+    unproven(row)
     open_ = [i for i in range(g.ENTRIES) if entries[i, g.SLOT] >= 0 and entries[i, g.PLAN] != g.DONE]
     recent = [i for i in open_ if not _past(row, entries[i])]
     open_ = recent + [i for i in open_ if i not in recent]
@@ -65,6 +64,12 @@ def after_gap(lanes: LaneTable, lane: int) -> list[OpenSlot]:
         elif plan == g.NONE and number is None and entry[g.COUNT] > 0:
             entry[g.PLAN] = g.LOST
     return result
+
+
+def unproven(row: np.ndarray) -> None:
+    """Positions on this lane are not certain any more."""
+    row[g.DIRT], row[g.PROVEN], row[g.PROVEN_TAG] = g.UNPROVEN, 0, -1
+    row[g.GAPS] += 1
 
 
 def _past(row: np.ndarray, entry: np.ndarray) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mirror.loss import NOTHING_KNOWN, Why
 from reconstruct.decoder import (
     ALLREDUCE,
     NOT_THIS_SIZE,
@@ -18,10 +19,12 @@ from reconstruct.decoder import (
     Message,
     Reduced,
 )
+from reconstruct.gloo import schedule
 from reconstruct.gloo import state as g
+from reconstruct.gloo.blame import Blame
 from reconstruct.gloo.holdings import Holdings
 from reconstruct.gloo.lanes import LaneTable, slot_of, split
-from reconstruct.gloo.recovery import after_gap, slot_completed
+from reconstruct.gloo.recovery import after_gap, slot_completed, unproven
 from reconstruct.landing import Landing
 from reconstruct.memory import RawLink
 
@@ -43,6 +46,7 @@ class Reports:
             ),
             0,
         )
+        self.blame = Blame(lanes)
         self._lanes = lanes
         self._held = holdings
 
@@ -51,7 +55,7 @@ class Reports:
         state = self._lanes.state
         count = int(state.cursor[g.C_LOG])
         state.cursor[g.C_LOG] = 0
-        for what, lane, a, b, c, d, e, _ in state.log[:count].tolist():
+        for what, lane, a, b, c, d, e, f in state.log[:count].tolist():
             if what == g.LOG_LANDED:
                 self._landed(a)
             elif what == g.LOG_CONFLICT:
@@ -60,9 +64,13 @@ class Reports:
                 self.link_done(lane, a)
             elif what == g.LOG_MESSAGE:
                 self._message(lane, a, b, c, d, e)
+            elif what == g.LOG_HOLE:
+                landing = self._held.find(a)
+                if landing is not None:
+                    landing.lose(b, c, Why(d, e, f, self._lanes.vantage(lane)))
             elif what == g.LOG_RAW_HOLE:
                 if lane in self._held.filling:
-                    self._held.filling[lane].holes.append([a, b])
+                    self._held.filling[lane].holes.append((b, c, Why(d, e, f, self._lanes.vantage(lane))))
             elif what == g.LOG_MISFIT:
                 self._misfit(lane, a, b, c, d, bool(e))
             elif what == g.LOG_EVICTED:
@@ -78,12 +86,10 @@ class Reports:
             elif what == g.LOG_CLOSED:
                 self._closed(lane, a)
             elif what == g.LOG_DOUBT:
-                if c:
-                    self._doubt_raw(lane, a, b)
-                else:
-                    self._doubt_framing(lane)
+                self._doubt(lane, a, b, c)
             elif what == g.LOG_GAP:
-                self.counts["framing_lost"] += 1
+                self.counts["framing_lost"] += a != 2
+                self.blame.gap(lane, Why(d, e, f, self._lanes.vantage(lane)) if a else NOTHING_KNOWN)
 
     # All-reduces
 
@@ -290,11 +296,24 @@ class Reports:
                 lost.append(split(open_.slot)[1])
             elif open_.plan == g.REDUCE:
                 self.make_private(lane, entry)
+                self._lost_messages(lane, entry, open_.lost)
                 if entry[g.PLAN] == g.REDUCE and entry[g.COUNT] == entry[g.TOTAL]:
                     entry[g.PLAN] = g.DONE
                     self.link_done(lane, open_.slot)
         if lost:
             self.lose(lane, tuple(sorted(lost)), _UNPROVEN)
+
+    def _lost_messages(self, lane: int, entry: np.ndarray, count: int) -> None:
+        """The last `count` messages of a slot are known to have been in a gap."""
+        landing, why = self._held.private.get((lane, int(entry[g.SLOT]))), self.blame.newest(lane)
+        if landing is None or why is None:
+            return
+        for index in range(int(entry[g.COUNT]) - count, int(entry[g.COUNT])):
+            offset, length, final = schedule.message(
+                landing.size, landing.itemsize, landing.world_size, int(entry[g.SENDER_RANK]), index
+            )
+            if final:
+                landing.lose(offset, length, why)
 
     def _given_up(self, lane: int) -> None:
         """Framing is lost for good: the stream does not follow the wire format."""
@@ -323,16 +342,38 @@ class Reports:
             self.events.append(FlowClosed(member.group.name, *self._lanes.ranks(lane), how == 1))
         self._lanes.free(lane)
 
+    def _doubt(self, lane: int, low: int, high: int, what: int) -> None:
+        """Two copies of bytes low..high of a stream differ. what: 0 the start of a message, 1 a message kept raw, 2 the
+        start of a message, and one of the copies can be none."""
+        if what == 1:
+            self._doubt_raw(lane, low, high)
+            return
+        self.counts["conflicts"] += 1
+        if what == 0:
+            self._doubt_framing(lane)
+        else:
+            self.lose(lane, (), "two copies of the start of a message differ, one of them is damaged")
+
     def _doubt_framing(self, lane: int) -> None:
-        """Two copies of a message's start differ: every place that followed from it is in doubt."""
-        member, entries = self._lanes.member(lane), self._lanes.state.entries[lane]
+        """Two copies of a message's start differ: every place that followed from it is in doubt, and what comes next is
+        like what comes behind a gap."""
+        member, row, entries = self._lanes.member(lane), self._lanes.state.lanes[lane], self._lanes.state.entries[lane]
         if member is None:
             return
-        for slot in entries[np.isin(entries[:, g.PLAN], (g.REDUCE, g.DONE)), g.SLOT].tolist():
-            landing = self._held.landings.get((member.group.name, split(slot)[1]))
-            if (lane, slot) not in self._held.private and landing is not None:
+        used = entries[np.isin(entries[:, g.PLAN], (g.REDUCE, g.DONE, g.KEPT))]
+        for slot, plan in used[:, [g.SLOT, g.PLAN]].tolist():
+            key = member.group.name, split(slot)[1]
+            landing = self._held.landings.get(key)
+            placed = plan != g.KEPT or key in self._held.placed
+            if (lane, slot) not in self._held.private and landing is not None and placed:
                 landing.condemn()
+            link = self.raw_link(lane, slot)
+            if link is not None:
+                link.certain, link.frozen = 0, True
         self.lose(lane, self._stop(lane), "two copies of the start of a message differ")
+        entries[(entries[:, g.PLAN] == g.NONE) & (entries[:, g.COUNT] > 0), g.PLAN] = g.LOST
+        entries[entries[:, g.PLAN] != g.DONE, g.PRIVATE] = 1
+        unproven(row)
 
     def _doubt_raw(self, lane: int, low: int, high: int) -> None:
         """Two copies of bytes low..high of the stream differ; they belong to a message kept raw."""
@@ -345,11 +386,22 @@ class Reports:
             current.doubtful |= current.start < high and low < current.start + current.length
         for (group, tag), links in self._held.raw.items():
             for (owner, _), link in links.items():
-                for message in link.messages if owner == uid else ():
+                for number, message in enumerate(link.messages) if owner == uid else ():
                     if message.start < high and low < message.start + message.length:
                         message.doubtful = True
                         at = max(0, low - message.start)
-                        self.counts["conflicts"] += 1
-                        self.events.append(
-                            Conflict(group, tag, at, min(message.length, high - message.start) - at, link.sender)
-                        )
+                        self._differ(group, tag, link, number, at, min(message.length, high - message.start) - at)
+
+    def _differ(self, group: str, tag: int, link: RawLink, number: int, at: int, length: int) -> None:
+        """Two copies of bytes at..at+length of a raw link's message differ; it may be in a landing already."""
+        landing = self._held.landings.get((group, tag)) if (group, tag) in self._held.placed else None
+        if landing is not None and number < link.placed:
+            place, _, final = schedule.message(
+                landing.size, landing.itemsize, landing.world_size, link.sender, number
+            )
+            if final:
+                landing.poison(place + at, length, link.sender)
+                self._conflict(landing.ident)
+                return
+        self.counts["conflicts"] += 1
+        self.events.append(Conflict(group, tag, at, length, link.sender))

@@ -18,7 +18,8 @@ from numba import njit
 from mirror.internal import internal
 
 __all__ = [
-    "MAX_SEGMENT", "broadcast_links", "counts", "first_length", "infer_size", "lengths", "message", "ring", "total",
+    "MAX_SEGMENT", "broadcast_links", "counts", "first_length", "infer_size", "lengths", "message", "own_chunk", "ring",
+    "total",
 ]
 
 MAX_SEGMENT = 1 << 20
@@ -79,6 +80,12 @@ def message(size: int, itemsize: int, world: int, rank: int, index: int) -> tupl
     number = first + index if index < before else index - before
     offset = number * segment
     return offset, min(segment, size - offset), final
+
+
+def own_chunk(size: int, itemsize: int, world: int, rank: int) -> tuple[int, int]:
+    """(first byte, end) of the chunk that `rank` makes itself: the link into it never shows its final values."""
+    _, _, k, segment, _ = ring(size, itemsize, world)
+    return min(size, rank * k * segment), min(size, (rank + 1) * k * segment)
 
 
 @njit(cache=True, nogil=True)

@@ -21,18 +21,22 @@ from typing import Protocol
 
 import numpy as np
 
+from mirror.loss import Evidence, Why
 from mirror.roce_spans import MessageSpans
 from mirror.roce_state import M_COLUMNS, M_IMM, M_KIND, M_LENGTH, M_PACKETS
 from mirror.roce_wire import WRITE
+from reconstruct.causes import Cause, explained
 from reconstruct.decoder import ALLREDUCE, IGNORE, Event, FlowClosed, Plan, Planner, Request
 from reconstruct.groups import normal
 from reconstruct.landing import Landing
 from reconstruct.nccl import state as n
+from reconstruct.nccl.blame import lose, losses
 from reconstruct.nccl.follow import Follower
 from reconstruct.nccl.group import NcclGroup
 from reconstruct.nccl.holdings import HEADLESS_BYTES, Holdings
 from reconstruct.nccl.keeper import kept_of
 from reconstruct.nccl.kernel import run
+from reconstruct.nccl.known import FAR
 from reconstruct.nccl.lanes import Connections, Lanes
 
 __all__ = ["NcclDecoder"]
@@ -64,6 +68,7 @@ class NcclDecoder:
         self, flows: Connections, roce: Messages, *, budget_bytes: int = 8 << 30, max_lanes: int = 4096
     ) -> None:
         self.planner: Planner = _ignore
+        self.evidence = Evidence()
         self._flows, self._roce = flows, roce
         self._held = Holdings(budget_bytes)
         self._lanes = Lanes(flows, max_lanes)
@@ -72,6 +77,7 @@ class NcclDecoder:
         self._attached: dict[str, int] = {}
         self._vantage: dict[str, int | None] = {}
         self._owner: dict[int, Follower] = {}  # lane -> group
+        self._newest: dict[str, Why] = {}  # group -> of the newest loss on any of its lanes
         self._refused = self._collectives = self._lost = 0
 
     # Groups
@@ -113,6 +119,7 @@ class NcclDecoder:
         follower.placer.retire(1 << 62)
         self._held.drop(name, None)
         del self._nodes[name], self._attached[name], self._vantage[name]
+        self._newest.pop(name, None)
 
     def links(self, group: str) -> set[tuple[int, int]]:
         """(sender, receiver) of every connection of the group that was seen, also if it has ended since."""
@@ -153,6 +160,10 @@ class NcclDecoder:
                 found[key] = found.get(key, 0) + int(self._lanes.state.lanes[lane.index, n.L_LOST])
         return found
 
+    def newest(self, group: str) -> dict[tuple[int, int], int]:
+        """The same connections -> the highest tag of any: what is known of a collective is known of all of them."""
+        return dict.fromkeys(self.gaps(group), self.max_tag(group))
+
     # Results
 
     def can_begin(self, request: Request, size: int, itemsize: int) -> bool:
@@ -173,6 +184,20 @@ class NcclDecoder:
             return None
         return self._held.landings.get((group, tag))
 
+    def causes(self, group: str, tag: int, size: int = 0) -> list[Cause]:
+        """See `Decoder.causes`."""
+        follower, landing = self._groups[group], self.landing(group, tag)
+        newest = self._newest.get(group)
+        if landing is None:  # whole collectives were lost, or none is believed any more
+            behind = [(0, size, newest)] if newest is not None else []
+            return explained([(0, size)] if size else [], [], behind, self.evidence)
+        lost, behind = losses(follower.roster, tag, self._flows.vantage)
+        for connection in follower.roster.gone():
+            part = follower.ledger.known[tag].blueprint.part(connection.edge)
+            for offset, length in part.places[part.places[:, 6] > 0, 4:6].tolist() if part is not None else ():
+                behind += [(offset, offset + length, newest)] if newest is not None else []
+        return explained(landing.holes(), lost, behind, self.evidence)
+
     def fits(self, group: str, tag: int, size: int, itemsize: int) -> bool:
         """Whether `place` with that size would place an all-reduce, or has."""
         return self._groups[group].fits(tag, size, itemsize)
@@ -190,10 +215,10 @@ class NcclDecoder:
         """
         return self._groups[group].place(tag, size, itemsize)
 
-    def settled(self, group: str, tag: int) -> bool:
+    def settled(self, group: str, tag: int, behind: int) -> bool:
         """Whether no seen connection can bring anything more of an all-reduce: each has finished it, ended, or gone on
-        far beyond it."""
-        return self._groups[group].ledger.settled(tag)
+        to what begins when it is over, a tag from `behind` on, or far beyond it."""
+        return self._groups[group].ledger.settled(tag, min(behind, tag + FAR))
 
     def retire(self, group: str, below_tag: int) -> None:
         """Free everything held of collectives with tags below `below_tag`; their landings' data becomes empty."""
@@ -303,7 +328,12 @@ class NcclDecoder:
         state = self._lanes.state
         count = int(state.cursor[n.C_LOG])
         state.cursor[n.C_LOG] = 0
-        for what, a, b, c in state.log[:count].tolist():
+        log = state.log[:count]
+        holes = log[:, 0] == n.LOG_HOLE
+        if holes.any():
+            self._lost_on_lanes(log[holes])
+            log = log[~holes]
+        for what, a, b, c in log[:, :4].tolist():
             if what in (n.LOG_LANDED, n.LOG_CONFLICT):
                 name = self._held.names.get(a)
                 if name is not None:
@@ -319,3 +349,14 @@ class NcclDecoder:
                     self._owner[b].ended(lane, a, messages[a], bool(c))
                 else:
                     self._owner[b].voided(lane, a)
+
+    def _lost_on_lanes(self, holes: np.ndarray) -> None:
+        """Rows of the log that tell what never came."""
+        for index in np.unique(holes[:, 1]).tolist():
+            lane = self._lanes.lanes.get(index)
+            if lane is not None:
+                rows = holes[holes[:, 1] == index, 2:].copy()
+                lose(lane, rows)
+                known, since, until = rows[-1, 3:].tolist()
+                why = Why(known, since, until, self._flows.vantage(lane.flow))
+                self._newest[self._owner[index].group.name] = why

@@ -32,6 +32,8 @@ class Kept:
     slot: int
     time: int
     imm: int = NOT_SEEN
+    row: int = -1
+    """`slot`, also when no more is expected: further copies of its bytes are compared with what is kept."""
     store: Landing | None = None
     announced: tuple[int, int] = (-1, -1)
     """Sender's rank and room, from the CTS entry that announced it, once that was found."""

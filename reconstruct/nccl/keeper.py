@@ -64,6 +64,8 @@ class Keeper:
         """A message that was taken out of its queue is placed."""
         if kept.slot >= 0:
             self._lanes.by_slot.pop((lane.index, kept.slot), None)
+        if self._lanes.compared(lane, kept):
+            self._lanes.state.where[kept.row, n.W_MODE] = n.NOTHING
         self._held.discard(kept)
         self.count -= 1
 
@@ -91,9 +93,8 @@ class Keeper:
             kept.imm = int(message[M_IMM])
         if message[M_PACKETS] >= 0:
             kept.packets = int(message[M_PACKETS])
-        kept.slot = -1
+        kept.slot, kept.row = -1, slot
         lane.fits.clear()
-        self._lanes.state.where[slot, n.W_MODE] = n.NOTHING
         self._learn(lane, kept)
 
     def voided(self, lane: Lane, slot: int) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from numba import njit
 
 from mirror.internal import internal
-from mirror.memory import int32s_at, int64s_at, load_u32, load_u64, uint8s_at
-from mirror.roce_spans import BEGIN, CLOSE, DATA, DUPLICATE, END, HOLE, OPEN, VOID
+from mirror.memory import int32s_at, int64s_at, load_u32, load_u64, rows_at, uint8s_at
+from mirror.roce_spans import BEGIN, CLOSE, CONFLICT, DATA, DUPLICATE, END, HOLE, OPEN, VOID
 from mirror.roce_state import (
     HEADLESS,
     M_FIRST,
@@ -28,9 +28,9 @@ from mirror.roce_state import (
     M_VA,
 )
 from mirror.roce_wire import WRITE
-from reconstruct.landing import COMPLETED, CONFLICTED, IDENT, SIZE, meta_words, needs_nodes, put_across
+from reconstruct.landing import COMPLETED, CONFLICTED, IDENT, SIZE, meta_words, needs_nodes, poison, put_across
 from reconstruct.nccl import state as n
-from reconstruct.nccl.place import account, assign, pour, release, word
+from reconstruct.nccl.place import account, assign, dispute, pour, release, word
 from reconstruct.nccl.state import State, view
 
 __all__ = ["run"]
@@ -110,13 +110,35 @@ def _read_entry(s: State, row: int, source: int) -> None:
 
 
 @internal()
-def _lost(s: State, messages: np.ndarray, flow: int, slot: int, offset: int, length: int) -> None:
-    """A HOLE. Those inside a message are counted when it ends."""
-    if slot < 0 and s.status[flow] == n.LANE:
-        lane = s.owner[flow]
+def _lost(s: State, messages: np.ndarray, flow: int, slot: int, offset: int, length: int, known: int, since: int,
+          ts: int) -> None:
+    """A HOLE. Those inside a message are counted when it ends; one of no bytes is between messages."""
+    if s.status[flow] != n.LANE:
+        return
+    lane = s.owner[flow]
+    row = s.log[s.cursor[n.C_LOG]]
+    row[0], row[1], row[5], row[6], row[7] = n.LOG_HOLE, lane, known, since, ts
+    row[2], row[3], row[4] = offset, -1, length
+    s.cursor[n.C_LOG] += 1
+    if slot >= 0:
+        row[2], row[3] = messages[slot, M_FIRST], offset
+    elif length > 0:
         if offset + length > s.lanes[lane, n.L_NEXT]:
             s.lanes[lane, n.L_LOST] += 1
         account(s, lane, offset, length)
+
+
+@internal()
+def _disputed(s: State, slot: int, offset: int, length: int) -> None:
+    """Copies of bytes of a message differ."""
+    w = s.where[slot]
+    if w[n.W_META] == 0 or w[n.W_MODE] not in (n.PLACE, n.KEEP):
+        return
+    if w[n.W_MODE] == n.PLACE:
+        dispute(s, slot, offset, length)
+    else:
+        poison(meta_words(w[n.W_META]), offset, length, w[n.W_SENDER])
+    _log(s, n.LOG_CONFLICT, meta_words(w[n.W_META])[IDENT], w[n.W_LANE], 0)
 
 
 @njit(cache=True, nogil=True)
@@ -129,7 +151,7 @@ def run(handle: np.ndarray, messages: np.ndarray, spans: np.ndarray, count: int)
     flow, kind = int32s_at(spans[0], spans[1]), uint8s_at(spans[2], spans[3])
     offset, addr = int64s_at(spans[4], spans[5]), int64s_at(spans[6], spans[7])
     length, ts = int64s_at(spans[8], spans[9]), int64s_at(spans[10], spans[11])
-    message = int32s_at(spans[12], spans[13])
+    message, why = int32s_at(spans[12], spans[13]), rows_at(spans[14], spans[15], spans[16])
     cursor = s.cursor
     where, entries, scratch = s.where.ctypes.data, s.entries.ctypes.data, s.scratch.ctypes.data
     placed = 0
@@ -167,8 +189,10 @@ def run(handle: np.ndarray, messages: np.ndarray, spans: np.ndarray, count: int)
             reason = _begin(s, messages, flow[i], slot, ts[i])
         elif what == END:
             reason = _end(s, messages[slot], slot, length[i] == 1)
+        elif what == CONFLICT:
+            _disputed(s, slot, offset[i], length[i])
         elif what == HOLE:
-            _lost(s, messages, flow[i], slot, offset[i], length[i])
+            _lost(s, messages, flow[i], slot, offset[i], length[i], why[i, 0], why[i, 1], ts[i])
         elif what == VOID:
             if s.where[slot, n.W_MODE] == n.KEEP:
                 _log(s, n.LOG_VOID, slot, s.where[slot, n.W_LANE], 0)

@@ -27,11 +27,12 @@ from reconstruct.nccl.schedule import ALLGATHER
 from reconstruct.nccl.schedule import ALLREDUCE as REDUCTION
 from reconstruct.nccl.schedule import BROADCAST as COPY
 
-__all__ = ["KINDS", "Known", "Ledger"]
+__all__ = ["FAR", "KINDS", "Known", "Ledger"]
 
 KINDS = {REDUCTION: ALLREDUCE, COPY: BROADCAST, ALLGATHER: 2}
 """The schedule's kinds -> those of `reconstruct.decoder.Request`."""
-_FAR = 16              # collectives that a lane must be ahead of one whose end it never showed
+FAR = 16
+"""Collectives that a lane must be ahead of one whose end it never showed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,8 +123,8 @@ class Ledger:
         reach = np.maximum.accumulate(np.concatenate([[0], ends]))[:-1]
         return float(np.maximum(ends - np.maximum(pieces[:, 0], reach), 0).sum()) / self._largest.size
 
-    def settled(self, tag: int) -> bool:
-        """Whether no lane can bring anything more of a collective."""
+    def settled(self, tag: int, behind: int) -> bool:
+        """Whether no lane can bring anything more of a collective; none does that has shown one from `behind` on."""
         if tag >= self.tag or self.lost is not None:
             return self.lost is not None
         entries = self._lanes.state.entries
@@ -135,10 +136,10 @@ class Ledger:
                 for entry in lane.entries:
                     if entry.tag == tag and entries[entry.row, n.E_LEFT] > 0:
                         reached = max((e.tag for e in lane.entries if e.start < top), default=tag)
-                        if reached - tag < _FAR:
+                        if reached < behind:
                             return False
         known = self.known.get(tag)
-        if known is None or known.landing is None or known.landing.complete or self.tag - tag >= _FAR:
+        if known is None or known.landing is None or known.landing.complete or self.tag - tag >= FAR:
             return True
         return not any(  # a connection may be new: what it brings of its first collective may come last
             number not in self._roster.showed and known.blueprint.part(connection.edge) is not None

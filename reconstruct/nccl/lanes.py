@@ -14,7 +14,7 @@ from mirror.memory import address_of, handle
 from reconstruct.landing import CONFLICTED, Landing
 from reconstruct.nccl import state as n
 from reconstruct.nccl.holdings import Kept
-from reconstruct.nccl.place import account, assign, pour_into
+from reconstruct.nccl.place import account, assign, dispute, pour_into
 from reconstruct.nccl.script import NOT_SEEN, T_FIRST
 
 __all__ = ["Connections", "Entry", "Lane", "Lanes"]
@@ -60,6 +60,8 @@ class Lane:
     """Messages of it kept so far without its connection being known."""
     gaps: int = 0
     """L_LOST when its last known collective began to be known."""
+    lost: np.ndarray = field(default_factory=lambda: np.empty((0, 6), np.int64))
+    """See `blame.lose`."""
     fits: dict[object, Any] = field(default_factory=dict)
     """What `binding.Reader` has found out about these messages: forgotten where `queue` or a message in it changes."""
 
@@ -256,15 +258,25 @@ class Lanes:
 
     # Messages that are kept
 
+    def compared(self, lane: Lane, kept: Kept) -> bool:
+        """Whether the kernel still compares further copies of a message that is over with what is kept of it."""
+        if kept.row < 0 or kept.store is None:
+            return False
+        w = self.state.where[kept.row]
+        return bool(w[n.W_MODE] == n.KEEP and w[n.W_LANE] == lane.index and w[n.W_META] == kept.store.address)
+
     def take(self, lane: Lane, kept: Kept, landing: Landing | None) -> tuple[int, int]:
         """Have a kept message placed, in `landing` if there is one: what `assign` found, flags of `landing.deposit`."""
-        slot = kept.slot if kept.slot >= 0 else self.spare
+        slot = kept.slot
+        if slot < 0:
+            slot = kept.row if self.compared(lane, kept) else self.spare
         found = int(assign(self.state, lane.index, slot, kept.first, kept.length, kept.address, kept.rkey,
                            kept.mtu))
         if found != n.FOUND:
             return found, 0
         w = self.state.where[slot]
         if kept.slot < 0:
+            w[n.W_COUNTED] = 1
             account(self.state, lane.index, kept.first, kept.packets)
             if kept.imm != NOT_SEEN and w[n.W_IMMEDIATE] not in (n.ANY_IMMEDIATE, kept.imm):
                 return n.WRONG_IMMEDIATE, 0
@@ -275,6 +287,8 @@ class Lanes:
                 landing.reserve(end - start)
                 flags |= int(pour_into(self.state, slot, start, data + start, end - start, kept.store.time))
             if kept.store.poisoned:
-                landing.poison(int(w[n.W_OFFSET]), int(w[n.W_LENGTH]), int(w[n.W_SENDER]))
+                ranges = kept.store.disputed
+                for low, count in [(0, int(w[n.W_WIRE]))] if ranges is None else ranges.tolist():
+                    dispute(self.state, slot, low, count)
                 flags |= CONFLICTED
         return found, flags

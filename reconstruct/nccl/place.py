@@ -15,7 +15,7 @@ from mirror.internal import internal
 from mirror.memory import copy, load_u64, store_u8, store_u64
 from reconstruct.landing import CONFLICTED, DATA, DROPPED, continues, extend, meta_words, poison, put_across, vacant
 from reconstruct.nccl import state as n
-from reconstruct.nccl.payload import LINE, UNIT_DATA, decode, line_places, read_flag
+from reconstruct.nccl.payload import LINE, UNIT_DATA, UNIT_WIRE, decode, line_places, read_flag
 from reconstruct.nccl.schedule import LL, LL128, SIMPLE, SLOT_BYTES, STEPS
 from reconstruct.nccl.script import (
     T_APART,
@@ -33,7 +33,7 @@ from reconstruct.nccl.script import (
 )
 from reconstruct.nccl.state import State
 
-__all__ = ["account", "assign", "pour", "pour_into", "release", "word"]
+__all__ = ["account", "assign", "dispute", "pour", "pour_into", "release", "word"]
 
 
 @internal()
@@ -197,21 +197,26 @@ def _pour_units(w: int, entries: int, scratch: int, offset: int, source: int, co
     begin, end = unit << bits, behind << bits
     source += begin - low
     length, place = word(w, n.W_LENGTH), word(w, n.W_OFFSET)
-    first, stop = min(unit * data, length), min(behind * data, length)
-    node: Any = continues(landing, place + first, stop - first) if stop > first else 0
-    direct = node != 0 or stop <= first or vacant(landing, place + first, stop - first)
-    to: Any = load_u64(landing + 8 * DATA) + place if direct else scratch - first
-    taken = decode(protocol, source, begin, end, to, length, flag)
-    if node != 0 and taken == end - begin:
-        return result | extend(landing, node, stop - first, ts)
-    sender = word(w, n.W_SENDER)
-    good = min(length, (begin + taken >> bits) * data)
-    if good > first:
-        result |= put_across(landing, place + first, 0 if direct else to + first, good - first, sender, ts)
-    if taken < end - begin:
+    while begin < end:
+        first, stop = min((begin >> bits) * data, length), min(behind * data, length)
+        node: Any = continues(landing, place + first, stop - first) if stop > first else 0
+        direct = node != 0 or stop <= first or vacant(landing, place + first, stop - first)
+        to: Any = load_u64(landing + 8 * DATA) + place if direct else scratch - first
+        taken = decode(protocol, source, begin, end, to, length, flag)
+        if node != 0 and taken == end - begin:
+            return result | extend(landing, node, stop - first, ts)
+        sender = word(w, n.W_SENDER)
+        good = min(length, (begin + taken >> bits) * data)
+        if good > first:
+            result |= put_across(landing, place + first, 0 if direct else to + first, good - first, sender, ts)
+        if taken == end - begin:
+            break
+        # A wrong flag: its unit tells nothing, the ones behind it speak for themselves.
         at = min(good, length - 1) if length else 0
         poison(meta_words(landing), place + at, max(0, min(data, length - at)), sender)
         result |= CONFLICTED
+        begin += taken + (1 << bits)
+        source += taken + (1 << bits)
     return result
 
 
@@ -241,6 +246,18 @@ def pour_into(s: State, target: int, offset: int, source: int, count: int, ts: i
     """`pour` for Python: into the message of `where[target]`."""
     w = s.where.ctypes.data + 8 * n.WHERE_WORDS * target
     return pour(w, s.entries.ctypes.data, s.scratch.ctypes.data, offset, source, count, ts)
+
+
+@njit(cache=True, nogil=True)
+def dispute(s: State, target: int, offset: int, count: int) -> None:
+    """Copies of `count` bytes, from `offset` on, of the message of `where[target]` differ: poison what they carry."""
+    w = s.where[target]
+    unit, data = UNIT_WIRE[w[n.W_PROTOCOL]], UNIT_DATA[w[n.W_PROTOCOL]]
+    low = w[n.W_SHIFT] + offset
+    first = low // unit * data
+    stop = min(-(-(low + count) // unit) * data, w[n.W_LENGTH])
+    if first < stop:
+        poison(meta_words(w[n.W_META]), w[n.W_OFFSET] + first, stop - first, w[n.W_SENDER])
 
 
 @njit(cache=True, nogil=True)

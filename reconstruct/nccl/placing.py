@@ -15,6 +15,7 @@ from reconstruct.decoder import NOT_THIS_SIZE, RAW, AllReduce
 from reconstruct.landing import COMPLETED, CONFLICTED, Landing
 from reconstruct.nccl import state as n
 from reconstruct.nccl.binding import Connection, Reader
+from reconstruct.nccl.blame import forget_losses
 from reconstruct.nccl.blueprint import Blueprint
 from reconstruct.nccl.group import NcclGroup
 from reconstruct.nccl.holdings import Holdings, Kept
@@ -229,6 +230,7 @@ class Placer:
         """Free everything held of tags below `below`, but for the landings."""
         for lane in self._roster.lanes:
             self._lanes.retire(lane, below)
+            forget_losses(lane)
         for tag in [tag for tag in self._ledger.known if tag < below]:
             for lane, kept in self._ledger.known.pop(tag).stash:
                 self._keeper.drop(lane, kept)

@@ -92,6 +92,16 @@ class Roster:
         """All connections between nodes between which something was seen, either way."""
         return [self.connections[number] for ends in self._followed for number in self._between.get(ends, ())]
 
+    def gone(self) -> list[Connection]:
+        """Connections of which something was seen and nothing is followed: they ended, or lost their beginning."""
+        loose = {lane.ends for lane in self.lanes if lane.place is None}
+        return [
+            self.connections[number]
+            for ends, numbers in self._between.items()
+            for number in numbers
+            if not self.connections[number].lanes and (number in self.showed or ends in loose)
+        ]
+
     def announced(self, lane: Lane, kept: Kept) -> tuple[int, int]:
         """(sender's rank, room) that a CTS entry gave for a message of a lane; (-1, -1) if none was seen."""
         flows = self._cts.get(lane.ends[::-1])

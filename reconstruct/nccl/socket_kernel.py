@@ -12,7 +12,7 @@ from typing import Any
 from numba import njit
 
 from mirror.memory import copy, load_u8
-from mirror.roce_spans import BEGIN, DATA, END
+from mirror.roce_spans import BEGIN, CONFLICT, DATA, END
 from mirror.roce_state import M_FIRST, M_FLOW, M_IMM, M_KIND, M_LENGTH, M_MTU, M_PACKETS, M_RKEY, M_VA
 from mirror.roce_wire import WRITE
 from mirror.spans import CLOSE, HOLE, OPEN
@@ -100,12 +100,20 @@ def _flush(s: SocketState, row: int, ts: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def _why(s: SocketState) -> None:
+    """The next span is a HOLE."""
+    why = s.why[s.cursor[k.SPANS]]
+    why[0], why[1] = s.cursor[k.KNOWN], s.cursor[k.SINCE]
+
+
+@njit(cache=True, nogil=True)
 def _bytes(s: SocketState, row: int, offset: int, addr: int, count: int, ts: int) -> None:
     """Bytes of a message, or with address 0 a hole."""
     message = s.messages[row]
     size, end = message[M_LENGTH], offset + count
     message[k.M_TO_COME] -= count
     if addr == 0:
+        _why(s)
         _emit(s, HOLE, row, offset, 0, count, ts)
         message[k.M_HOLED] = 1
     while addr != 0 and offset < end:
@@ -196,6 +204,11 @@ def _control(s: SocketState, connection: int, addr: int, count: int, ts: int) ->
         _finish(s, row, ts)
         return used, k.END_OF_SPANS
     if addr == 0:
+        at = s.cursor[k.SPANS]
+        _why(s)
+        s.flow[at], s.kind[at], s.message[at], s.offset[at] = connection, HOLE, -1, c[k.C_COUNT]
+        s.addr[at], s.length[at], s.ts[at] = 0, 0, ts
+        s.cursor[k.SPANS] = at + 1
         return 0, k.HEADER_LOST
     used = min(4 - c[k.C_GOT], count)
     for i in range(used):
@@ -212,8 +225,57 @@ def _control(s: SocketState, connection: int, addr: int, count: int, ts: int) ->
 
 
 @njit(cache=True, nogil=True)
-def take(s: SocketState, socket: int, addr: int, count: int, ts: int) -> tuple[int, int]:
-    """The next `count` bytes of a socket, its hello not counted; addr 0: they are a hole.
+def _taken(s: SocketState, socket: int, start: int, count: int, row: int, offset: int) -> None:
+    """`count` bytes of a socket's stream from byte `start` on (-1: not known) went to byte `offset` of a message."""
+    if start < 0 or count == 0:
+        return
+    own, number = s.sockets[socket], s.messages[row, M_FIRST]
+    last = s.taken[socket, own[k.S_NEWEST]]
+    if (last[k.P_START] + last[k.P_LENGTH] == start and last[k.P_ROW] == row and last[k.P_NUMBER] == number
+            and last[k.P_OFFSET] + last[k.P_LENGTH] == offset and last[k.P_LENGTH] > 0):
+        last[k.P_LENGTH] += count
+        return
+    own[k.S_NEWEST] = (own[k.S_NEWEST] + 1) % k.TAKEN
+    fresh = s.taken[socket, own[k.S_NEWEST]]
+    fresh[k.P_START], fresh[k.P_LENGTH], fresh[k.P_ROW], fresh[k.P_OFFSET], fresh[k.P_NUMBER] = (
+        start, count, row, offset, number)
+
+
+@njit(cache=True, nogil=True)
+def _again(s: SocketState, socket: int, kind: int, start: int, addr: int, count: int, ts: int) -> int:
+    """Another copy of bytes of a stream came (DUPLICATE) or differs from the first (CONFLICT): told of the messages
+    that they went to, as long as these are known. END_OF_SPANS or why to stop."""
+    own = s.sockets[socket]
+    connection = own[k.S_CONNECTION]
+    if s.connections[connection, k.C_STATE] == k.DEAD:
+        return k.END_OF_SPANS
+    if s.cursor[k.SPANS] + k.TAKEN > len(s.flow):
+        return k.NO_SPANS
+    told: Any = 0
+    at = own[k.S_NEWEST]
+    for _ in range(k.TAKEN):
+        piece = s.taken[socket, at]
+        low = max(start, piece[k.P_START])
+        high = min(start + count, piece[k.P_START] + piece[k.P_LENGTH])
+        if piece[k.P_START] + piece[k.P_LENGTH] <= start:
+            break
+        if low < high:
+            told += high - low
+            message = s.messages[piece[k.P_ROW]]
+            if message[M_FLOW] == connection and message[M_FIRST] == piece[k.P_NUMBER]:
+                _emit(s, kind, piece[k.P_ROW], piece[k.P_OFFSET] + low - piece[k.P_START], addr + low - start,
+                      high - low, ts)
+        at = (at - 1) % k.TAKEN
+    if kind == CONFLICT and told < count:
+        s.cursor[k.SOCKET], s.cursor[k.CONNECTION] = socket, connection
+        return k.DISPUTED
+    return k.END_OF_SPANS
+
+
+@njit(cache=True, nogil=True)
+def take(s: SocketState, socket: int, addr: int, count: int, start: int, ts: int) -> tuple[int, int]:
+    """The next `count` bytes of a socket, its hello not counted; addr 0: they are a hole, as KNOWN and SINCE tell.
+    start: where they lie in the socket's stream, -1: not known.
 
     Returns (how many of them were taken, END_OF_SPANS or why to stop).
     """
@@ -248,7 +310,10 @@ def take(s: SocketState, socket: int, addr: int, count: int, ts: int) -> tuple[i
         if control:
             if c[k.C_STATE] == k.SEARCHING:
                 return used, k.EARLY
+            place = c[k.C_OFFSET]
             took, reason = _control(s, connection, here, left, ts)
+            if row >= 0:
+                _taken(s, socket, start + used if start >= 0 else -1, took, row, place)
             used += took
             if reason != k.END_OF_SPANS:
                 return used, reason
@@ -257,6 +322,7 @@ def take(s: SocketState, socket: int, addr: int, count: int, ts: int) -> tuple[i
             return used, k.EARLY
         t = s.tasks[task]
         took = min(t[k.T_LEFT], left)
+        _taken(s, socket, start + used if start >= 0 else -1, took, row, t[k.T_OFFSET])
         _bytes(s, row, t[k.T_OFFSET], here, took, ts)
         t[k.T_OFFSET] += took
         t[k.T_LEFT] -= took
@@ -273,11 +339,11 @@ def take(s: SocketState, socket: int, addr: int, count: int, ts: int) -> tuple[i
 
 @njit(cache=True, nogil=True)
 def run(
-    s: SocketState, flow: Any, kind: Any, offset: Any, addr: Any, length: Any, ts: Any, count: int
+    s: SocketState, flow: Any, kind: Any, offset: Any, addr: Any, length: Any, ts: Any, why: Any, count: int
 ) -> int:  # fmt: skip
     """Take the TCP spans from cursor[AT] on, and of that one from byte cursor[DONE] on; END_OF_SPANS or why to stop.
 
-    flow .. ts: the arrays of `mirror.spans.Spans`, `count` of them.
+    flow .. why: the arrays of `mirror.spans.Spans`, `count` of them.
     """
     cursor = s.cursor
     for i in range(cursor[k.AT], count):
@@ -288,12 +354,17 @@ def run(
                 done = cursor[k.DONE] if i == cursor[k.AT] else 0
                 done = max(done, HELLO_BYTES - offset[i])
                 if done < length[i]:
-                    took, reason = take(s, socket, addr[i] + done if what == DATA else 0, length[i] - done, ts[i])
+                    if what == HOLE:
+                        cursor[k.KNOWN], cursor[k.SINCE] = why[i, 0], why[i, 1]
+                    took, reason = take(s, socket, addr[i] + done if what == DATA else 0, length[i] - done,
+                                        offset[i] + done, ts[i])
                     cursor[k.DONE] = done + took
             elif socket == k.COLLECTING or (offset[i] == 0 and what == DATA and s.marks[flow[i]] & SOCKET):
                 reason = k.HELLO
         elif (what == OPEN or what == CLOSE) and socket != k.NOBODY:  # noqa: SIM109
             reason = k.CLOSED
+        elif socket >= 0:
+            reason = _again(s, socket, what, offset[i], addr[i], length[i], ts[i])
         if reason != k.END_OF_SPANS:
             cursor[k.AT], cursor[k.FLOW] = i, flow[i]
             return reason

@@ -38,13 +38,14 @@ class SocketMemory:
     def recycle(self) -> None:
         """A new call begins: what the last one's spans spoke of may be used again."""
         s = self.state
-        for stack, free, spent, count in (
-            (s.rows_free, k.ROWS_FREE, s.rows_spent, k.SPENT_ROWS),
-            (s.cells_free, k.CELLS_FREE, s.cells_spent, k.SPENT_CELLS),
-        ):
-            n, used = int(s.cursor[count]), int(s.cursor[free])
-            stack[used : used + n] = spent[:n]
-            s.cursor[free], s.cursor[count] = used + n, 0
+        n, used = int(s.cursor[k.SPENT_CELLS]), int(s.cursor[k.CELLS_FREE])
+        s.cells_free[used : used + n] = s.cells_spent[:n]
+        s.cursor[k.CELLS_FREE], s.cursor[k.SPENT_CELLS] = used + n, 0
+        # Rows go to the bottom: as long as one is not used again copies of its message can be compared.
+        n, used = int(s.cursor[k.SPENT_ROWS]), int(s.cursor[k.ROWS_FREE])
+        s.rows_free[n : used + n] = s.rows_free[:used].copy()
+        s.rows_free[:n] = s.rows_spent[:n]
+        s.cursor[k.ROWS_FREE], s.cursor[k.SPENT_ROWS] = used + n, 0
         s.cursor[[k.AT, k.DONE, k.SPANS]] = 0
         self.alive.clear()
 
@@ -52,7 +53,9 @@ class SocketMemory:
         """The spans of this call."""
         s, out = self.state, self._spans
         if out.message is not s.message:
-            out = self._spans = MessageSpans(s.flow, s.kind, s.offset, s.addr, s.length, s.ts, 0, s.message)
+            out = self._spans = MessageSpans(
+                s.flow, s.kind, s.offset, s.addr, s.length, s.ts, s.why, message=s.message
+            )  # fmt: skip
         out.n = int(s.cursor[k.SPANS])
         return out
 
@@ -63,7 +66,8 @@ class SocketMemory:
         if not self._free_sockets:
             return -1
         row = self._free_sockets.pop()
-        self.state.sockets[row] = connection, index, -1, -1, 0
+        self.state.sockets[row] = connection, index, -1, -1, 0, 0
+        self.state.taken[row] = 0
         self.state.connections[connection, k.C_MEMBERS + index] = row
         return row
 

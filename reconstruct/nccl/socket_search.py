@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["MOST_SIZES", "Search"]
+__all__ = ["MOST_SIZES", "Chunk", "Missing", "Search"]
 
 MOST_SIZES = 1024
 _NEEDED = 3      # lengths in a row that must be as expected
@@ -22,7 +22,25 @@ _MOST_LOST = 2   # lengths on the way that were not captured
 _MOST_EMPTY = 3  # messages of no bytes on the way: zeros are found anywhere
 _WORD = 4
 
-Chunk = np.ndarray | int
+
+
+class Missing(int):
+    """How many bytes were not captured; known, since: the why of their HOLE, see `mirror.spans.Spans`."""
+
+    known: int
+    since: int
+
+    def __new__(cls, size: int, known: int = 0, since: int = 0) -> Missing:
+        made = super().__new__(cls, size)
+        made.known, made.since = known, since
+        return made
+
+    def part(self, size: int) -> Missing:
+        """So many of them."""
+        return Missing(size, self.known, self.since)
+
+
+Chunk = np.ndarray | Missing
 """Bytes, or how many were not captured."""
 
 
@@ -57,7 +75,7 @@ class Search:
         """What comes next, captured at `ts`."""
         self._chunks.append((chunk, ts))
         self._starts.append(self.size)
-        self.size += chunk if isinstance(chunk, int) else chunk.size
+        self.size += int(chunk) if isinstance(chunk, int) else chunk.size
 
     def solve(self) -> list[tuple[Chunk, int]] | None:
         """All that was added, the lost lengths filled in; None: not certain (yet)."""
@@ -118,8 +136,8 @@ class Search:
             at, end = start, start + chunk
             for place in sorted(place for place in known if start <= place < end):
                 if place > at:
-                    yield place - at, ts
+                    yield chunk.part(place - at), ts
                 yield np.array([known[place]], np.uint8), ts
                 at = place + 1
             if end > at:
-                yield end - at, ts
+                yield chunk.part(end - at), ts

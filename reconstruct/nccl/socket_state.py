@@ -27,9 +27,15 @@ NOBODY, COLLECTING = -1, -2
 """Of `role`: not of a connection; its hello comes in several pieces."""
 
 # Columns of `sockets`.
-S_CONNECTION, S_INDEX, S_HEAD, S_TAIL, S_EARLY = range(5)
-SOCKET_WORDS = 5
-# S_HEAD, S_TAIL: first and last task, -1: none; S_EARLY: bytes are kept that came before their header.
+S_CONNECTION, S_INDEX, S_HEAD, S_TAIL, S_EARLY, S_NEWEST = range(6)
+SOCKET_WORDS = 6
+# S_HEAD, S_TAIL: first and last task, -1: none; S_EARLY: bytes are kept that came before their header; S_NEWEST: of its
+# `taken`.
+
+# Columns of `taken`: where bytes of a socket's stream went lately, so that further copies of them can be compared. From
+# byte P_START of the stream on, P_LENGTH of them, to byte P_OFFSET of message number P_NUMBER, in row P_ROW.
+P_START, P_LENGTH, P_ROW, P_OFFSET, P_NUMBER = range(5)
+TAKEN = 64
 
 # Columns of `connections`; from C_MEMBERS on the rows of its sockets, by index.
 C_STATE, C_SOCKETS, C_TURN, C_COUNT, C_GOT, C_VALUE, C_ROW, C_OFFSET, C_LEFT, C_INLINE, C_TASK = range(11)
@@ -54,12 +60,14 @@ CELL_WORDS = L_RUN + 2 * MOST_RUNS
 M_TO_COME, M_HOLED, M_CELLS, M_CELL_COUNT = 9, 10, 11, 12
 
 # `cursor`: where the kernel stands, what it stopped for, and how much is in use.
-AT, DONE, FLOW, SOCKET, CONNECTION, SPANS, ROWS_FREE, TASKS_FREE, CELLS_FREE, SPENT_ROWS, SPENT_CELLS = range(11)
-CURSOR = 11
+(AT, DONE, FLOW, SOCKET, CONNECTION, SPANS, ROWS_FREE, TASKS_FREE, CELLS_FREE, SPENT_ROWS, SPENT_CELLS, KNOWN,
+ SINCE) = range(13)
+CURSOR = 13
+# KNOWN, SINCE: why of the HOLE at hand
 
 # Why the kernel stops.
 (END_OF_SPANS, HELLO, CLOSED, START, EARLY, EXPLAINED, NO_SPANS, NO_ROWS, NO_TASKS, NO_CELLS, HEADER_LOST,
- BAD_LENGTH) = range(12)
+ BAD_LENGTH, DISPUTED) = range(13)
 
 
 class SocketState(NamedTuple):
@@ -70,6 +78,8 @@ class SocketState(NamedTuple):
     role: np.ndarray
     """int32[flows]: row of `sockets`, NOBODY or COLLECTING."""
     sockets: np.ndarray
+    taken: np.ndarray
+    """int64[sockets, TAKEN, 5]: a ring in the order of the stream, from S_NEWEST back."""
     connections: np.ndarray
     messages: np.ndarray
     """int64[rows, M_COLUMNS]"""
@@ -92,6 +102,7 @@ class SocketState(NamedTuple):
     addr: np.ndarray
     length: np.ndarray
     ts: np.ndarray
+    why: np.ndarray
     message: np.ndarray
 
 
@@ -100,11 +111,12 @@ def fresh(marks: np.ndarray, sockets: int, connections: int) -> tuple[SocketStat
     none = np.zeros(0, np.int64)
     state = SocketState(
         marks, np.full(len(marks), NOBODY, np.int32), np.zeros((sockets, SOCKET_WORDS), np.int64),
+        np.zeros((sockets, TAKEN, 5), np.int64),
         np.zeros((connections, CONNECTION_WORDS), np.int64), np.zeros((0, M_COLUMNS), np.int64),
         np.zeros((connections, SIZES), np.int32),
         np.zeros((0, 4), np.int64), np.zeros((0, CELL_WORDS), np.int64), none, none, none, none, none,
         np.zeros(CURSOR, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int8), none, none, none, none,
-        np.zeros(0, np.int32),
+        np.zeros((0, 2), np.int64), np.zeros(0, np.int32),
     )  # fmt: skip
     held: list[np.ndarray] = []
     for what in (NO_SPANS, NO_ROWS, NO_TASKS, NO_CELLS):
@@ -130,7 +142,7 @@ def grown(s: SocketState, what: int, held: list[np.ndarray]) -> SocketState:
     """Twice the memory of the kind that the kernel stopped for; new cells' bytes are appended to `held`."""
     c = s.cursor
     if what == NO_SPANS:
-        names = ("flow", "kind", "offset", "addr", "length", "ts", "message")
+        names = ("flow", "kind", "offset", "addr", "length", "ts", "why", "message")
         size = max(1024, 2 * len(s.flow))
         return s._replace(**{name: _longer(getattr(s, name), size) for name in names})
     if what == NO_ROWS:

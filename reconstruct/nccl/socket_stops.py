@@ -19,7 +19,7 @@ _MOST_SEARCHED = 16 << 20
 
 
 def _size(held: Chunk) -> int:
-    return held if isinstance(held, int) else held.size
+    return int(held) if isinstance(held, int) else held.size
 
 
 class SocketStops:
@@ -39,6 +39,8 @@ class SocketStops:
             self._explain(connection)
         elif reason == k.HEADER_LOST:
             self._search(connection, ts)
+        elif reason == k.DISPUTED:
+            self._table.lose(connection, "two copies of bytes that hold the length of a message differ", ts)
         elif reason == k.BAD_LENGTH:
             self._table.lose(connection, "what should be the length of a message is none", ts)
         elif not self._memory.grow(reason):
@@ -46,8 +48,8 @@ class SocketStops:
 
     # Bytes that came before the length which explains them
 
-    def keep(self, row: int, held: Chunk, ts: int) -> None:
-        """What came on a socket, `row` of `SocketState.sockets`, and cannot be taken yet."""
+    def keep(self, row: int, held: Chunk, start: int, ts: int) -> None:
+        """What came on a socket, `row` of `SocketState.sockets`, and cannot be taken yet. start: as in `take`."""
         sockets = self._memory.state.sockets
         connection = self._table.connections[int(sockets[row, k.S_CONNECTION])]
         if connection.search is not None and row == connection.sockets[0]:
@@ -61,7 +63,7 @@ class SocketStops:
                 connection, f"data socket {index} is more than {_MOST_EARLY} bytes ahead of its lengths", ts
             )
             return
-        connection.early.setdefault(row, deque()).append((held, ts))
+        connection.early.setdefault(row, deque()).append((held, start, ts))
         sockets[row, k.S_EARLY] = 1
 
     def _explain(self, connection: SocketConnection) -> None:
@@ -72,18 +74,23 @@ class SocketStops:
                 self._memory.state.sockets[row, k.S_EARLY] = 0
                 self._replay(connection, row, waiting)
 
-    def _replay(self, connection: SocketConnection, row: int, waiting: deque[tuple[Chunk, int]]) -> None:
+    def _replay(self, connection: SocketConnection, row: int, waiting: deque[tuple[Chunk, int, int]]) -> None:
         while waiting and not connection.reason:
-            held, ts = waiting.popleft()
+            held, start, ts = waiting.popleft()
             size = _size(held)
             if not isinstance(held, int):
                 self._memory.alive.append(held)
-            address = 0 if isinstance(held, int) else address_of(held)
-            used, reason = take(self._memory.state, row, address, size, ts)
+            address = 0
+            if isinstance(held, int):
+                self._memory.state.cursor[[k.KNOWN, k.SINCE]] = held.known, held.since
+            else:
+                address = address_of(held)
+            used, reason = take(self._memory.state, row, address, size, start, ts)
             if row in connection.waiting:
                 connection.waiting[row] -= used
             if used < size:
-                waiting.appendleft((size - used if isinstance(held, int) else held[used:], ts))
+                rest = held.part(size - used) if isinstance(held, int) else held[used:]
+                waiting.appendleft((rest, start + used if start >= 0 else -1, ts))
             if reason == k.EARLY:
                 self._keep_again(connection, row, waiting, ts)
                 return
@@ -91,14 +98,14 @@ class SocketStops:
                 self.settle(reason, ts)
 
     def _keep_again(
-        self, connection: SocketConnection, row: int, waiting: deque[tuple[Chunk, int]], ts: int
+        self, connection: SocketConnection, row: int, waiting: deque[tuple[Chunk, int, int]], ts: int
     ) -> None:  # fmt: skip
         search = connection.search
         if search is None:
             connection.early[row] = waiting
             self._memory.state.sockets[row, k.S_EARLY] = 1
             return
-        for held, when in waiting:
+        for held, _, when in waiting:
             search.add(held, when)
         self._look(connection, search, ts)
 
@@ -123,7 +130,7 @@ class SocketStops:
             connection.search, connection.searching = None, False
             self.resumed += 1
             self._memory.state.connections[connection.number, k.C_STATE] = k.STARTED
-            self._replay(connection, connection.sockets[0], deque(found))
+            self._replay(connection, connection.sockets[0], deque((held, -1, when) for held, when in found))
         elif search.size > _MOST_SEARCHED:
             self._table.lose(connection, f"the length of a message was not captured, and {search.size} bytes behind "
                              "it do not tell it", ts)  # fmt: skip

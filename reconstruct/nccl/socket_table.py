@@ -32,7 +32,7 @@ class SocketConnection:
     """Index of a socket -> its row of `SocketState.sockets`."""
     flows: dict[int, int] = field(default_factory=dict)
     """Row of a socket that is open -> its flow."""
-    early: dict[int, deque[tuple[Chunk, int]]] = field(default_factory=dict)
+    early: dict[int, deque[tuple[Chunk, int, int]]] = field(default_factory=dict)
     """Row of a data socket -> what came on it, and when, before the length that explains it."""
     waiting: dict[int, int] = field(default_factory=dict)
     """Row of a data socket -> bytes of `early`."""

@@ -5,7 +5,8 @@ number, type 3 and its index; index n is the control socket, opened last. Per me
 int32 length and then, if the message is short or n is 0, the message itself; else it is cut into tasks that go without
 header over the data sockets in turn. A message has neither address nor tag: its number follows from the lengths since
 the start. A connection whose start was not captured tells nothing, and says why. A length that was not captured is
-found again by what comes behind it (`socket_search`), or the connection tells nothing from there on.
+found again by what comes behind it (`socket_search`), or the connection tells nothing from there on; a HOLE of no bytes
+in no message says that it is lost.
 
     TCP spans -> kernel (`socket_kernel`) -> spans of messages
                     | stops: `socket_table` (hellos, ends), `socket_stops` (all others)
@@ -26,7 +27,7 @@ from reconstruct.nccl import socket_state as k
 from reconstruct.nccl.heads import Heads
 from reconstruct.nccl.socket_kernel import run, take
 from reconstruct.nccl.socket_memory import SocketMemory
-from reconstruct.nccl.socket_search import Chunk
+from reconstruct.nccl.socket_search import Chunk, Missing
 from reconstruct.nccl.socket_stops import SocketStops
 from reconstruct.nccl.socket_table import SocketConnection, SocketTable
 
@@ -123,7 +124,8 @@ class SocketMessages:
         self._table.recycle()
         while spans.n:
             state = self._memory.state
-            reason = run(state, spans.flow, spans.kind, spans.offset, spans.addr, spans.length, spans.ts, spans.n)
+            reason = run(state, spans.flow, spans.kind, spans.offset, spans.addr, spans.length, spans.ts,
+                         spans.why, spans.n)
             if reason == k.END_OF_SPANS:
                 break
             self._answer(reason, spans)
@@ -135,7 +137,7 @@ class SocketMessages:
         spans.reserve(1)
         spans.n, spans.flow[0], spans.kind[0] = 1, 0, CLOSE
         self.feed(spans)
-        take(self._memory.state, 0, 0, 0, 0)
+        take(self._memory.state, 0, 0, 0, -1, 0)
 
     def _answer(self, reason: int, spans: Spans) -> None:
         """Answer a stop of the kernel at a span."""
@@ -151,10 +153,10 @@ class SocketMessages:
         elif reason == k.EARLY:
             done = int(cursor[k.DONE])
             length = int(spans.length[at]) - done
-            held: Chunk = length
+            held: Chunk = Missing(length, *spans.why[at].tolist())
             if spans.kind[at] == DATA:
                 held = np.frombuffer(ctypes.string_at(int(spans.addr[at]) + done, length), np.uint8)
-            self._stops.keep(int(cursor[k.SOCKET]), held, ts)
+            self._stops.keep(int(cursor[k.SOCKET]), held, int(spans.offset[at]) + done, ts)
         else:
             over = False
             self._stops.settle(reason, ts)

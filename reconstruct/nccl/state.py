@@ -27,7 +27,7 @@ NOTHING, PASS, PLACE, KEEP, ENTRY = range(5)
 # why the kernel stopped
 END_OF_SPANS, NEW_FLOW, ASK, MISFIT, NODES, DRAIN, CLOSED = range(7)
 # what the kernel logged
-LOG_LANDED, LOG_CONFLICT, LOG_END, LOG_VOID = range(4)
+LOG_LANDED, LOG_CONFLICT, LOG_END, LOG_VOID, LOG_HOLE = range(5)
 # what `assign` found
 FOUND, BEYOND, OLD, WRONG_LENGTH, WRONG_ADDRESS, WRONG_MTU, WRONG_IMMEDIATE, WRONG_ANNOUNCEMENT = range(8)
 
@@ -65,6 +65,8 @@ CTS_KEPT = 16
 F_ENTRY, F_ADDRESS, F_RKEY, F_TAG, F_INDEX, F_ROOM = range(6)
 
 LOG_ROWS = 4096
+# of a LOG_HOLE: its lane, first packet, byte offset in the message (-1: they are whole packets), length, and its why
+LOG_WORDS = 8
 LOG_MARGIN = 16
 
 
@@ -79,7 +81,7 @@ class State(NamedTuple):
     where: np.ndarray     # int64[message rows + 1, WHERE_WORDS]; the last row is for messages that are over
     cts: np.ndarray       # int64[cts flows, CTS_KEPT * CTS_WORDS]
     cts_form: np.ndarray  # int64[cts flows, 6]
-    log: np.ndarray       # int64[LOG_ROWS, 4]
+    log: np.ndarray       # int64[LOG_ROWS, LOG_WORDS]
     cursor: np.ndarray    # int64[16]
     scratch: np.ndarray   # uint8: data of one message
 
@@ -95,7 +97,7 @@ def fresh_state(flows: int, lanes: int, entries: int) -> State:
         where=np.zeros((1, WHERE_WORDS), np.int64),
         cts=np.zeros((lanes, CTS_WORDS * CTS_KEPT), np.int64),
         cts_form=np.zeros((lanes, 6), np.int64),
-        log=np.zeros((LOG_ROWS, 4), np.int64),
+        log=np.zeros((LOG_ROWS, LOG_WORDS), np.int64),
         cursor=np.zeros(16, np.int64),
         scratch=np.empty(1 << 20, np.uint8),
     )

@@ -85,7 +85,7 @@ def _cut(spans: Spans, first: int, last: int) -> Spans:
     part = slice(first, last)
     return Spans(
         spans.flow[part], spans.kind[part], spans.offset[part], spans.addr[part], spans.length[part], spans.ts[part],
-        last - first,
+        spans.why[part], last - first,
     )  # fmt: skip
 
 

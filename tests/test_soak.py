@@ -1,0 +1,36 @@
+"""Seeded runs of a job that trains while its mirror loses frames and its ranks repair what is lost."""
+
+from __future__ import annotations
+
+import pytest
+from nccl_job import NcclJob
+from soak import Soak, Training, ports
+from synthetic_job import SyntheticJob
+from test_nccl_steps import pinned
+
+from mirror.faults import Faults
+
+WORLD = 3
+SIZES = (900, 700, 1500)
+
+
+def job_over(library: str, seed: int) -> SyntheticJob:
+    if library == "gloo":
+        links = [(a, b) for a in range(WORLD) for b in range(WORLD) if a != b]
+        return SyntheticJob(WORLD, mirror=links, seed=seed, sizes=SIZES)
+    return NcclJob(seed=seed, sizes=SIZES, **pinned("ring", library, "4, 2 channels"))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize("library", ["gloo", "simple"])
+def test_what_is_called_known_is_the_trainers(library: str, rate: float) -> None:
+    """Checked after every change of the state (`Soak.check`). No loss ends the following."""
+    for seed in range(2):
+        training = Training(job_over(library, seed), ("AdamW", "SGD")[seed])
+        for _ in range(12):
+            training.step()
+        faults = Faults(drop=rate, seed=seed)
+        outcome = Soak(training, [ports(training.job, (1, "both"))], [faults], seed=seed, clean=4).run()
+        assert outcome.frozen is None and len(outcome.behind) == 12
+        assert bool(outcome.hit) == bool(rate) and (rate or not outcome.worst)
+        assert rate or (outcome.missing == 0 and set(outcome.behind) == {0})
