@@ -13,7 +13,7 @@ from flowcheck.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def flowcheck(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+def flowcheck(*arguments: str, timeout: float = 280.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "flowcheck", *arguments],
         capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False,
