@@ -47,7 +47,11 @@ def judge(
     tags = tuple(tag for tag, _ in mine)
     behind = end if len(candidates) <= count else candidates[count][0]
     open_ = [tag for tag in tags if not table.settled(tag, behind)]
-    hidden = horizon.unseen(end) | table.undecided(current, first, min(end, stop), until) if later is not None else ()
+    # Of these nobody knows what they are: they may be reductions, and all-reduces that were seen none.
+    hidden = horizon.unseen(end if later is not None else max(tags, default=-1) + 1)
+    if later is not None:
+        for layout in {current, horizon.layouts.rebuilt or current}:
+            hidden |= table.undecided(layout, start, end, until)
     coming = later is not None and horizon.coming(end, hidden)
     whole = len(mine) == count and all(table.complete(tag) for tag in tags)
     since = now - max((table.time(tag) for tag in tags), default=now)
@@ -67,7 +71,7 @@ def judge(
         missing, due = horizon.missing(later[0].step - horizon.step, end, until)
         came = horizon.came(end, arrived, now, waits)
         window = Window(end - start, due + horizon.broadcasts(end), 0, 0, end, came)
-    if missing > 0 and patient and coming:
+    if (missing > 0 or hidden) and patient and coming:
         return None
     told = (
         horizon.plain
@@ -75,7 +79,7 @@ def judge(
         and (later is None or end >= horizon.numbers.end(later[0].sequence))
         and [size for _, size in mine] == [bucket.nbytes for bucket in current.buckets]
         and not missing
-        and not horizon.unseen(tags[-1] + 1)
+        and not hidden
     )
     several = missing < 0
     if not told:

@@ -137,6 +137,25 @@ def test_a_report_that_contradicts_the_wire_ends_the_following() -> None:
     assert list(follower.steps) == [1, 2, 3]
 
 
+def test_behind_a_blank_step_no_bucket_is_thought_to_be_of_the_first_layout() -> None:
+    """It had two reductions, so that DDP rebuilt its buckets; how many it had is not known here."""
+    job = SyntheticJob(static_graph=True, rebuilt=REBUILT)
+    job.attach()
+    job.reduction()
+    job.reduction()
+    job.optimizer_step(clipped=True)
+    job.has_rebuilt = True
+    job.collective(), job.collective()
+    for number in range(3):
+        job.reduction()
+        job.optimizer_step()
+        if number == 1:
+            job.report_layout()
+    follower = Follower(job).run()
+    follower.verify()
+    assert follower.story == "x..."
+
+
 # Other collectives around the buckets
 
 
@@ -277,6 +296,7 @@ def test_behind_a_blank_step_the_next_one_is_known_by_its_canaries_or_by_the_cou
         job.reduction()
         job.optimizer_step(clipped=True)
         for delay in delays:
+            job.barrier()
             job.usual_step(canaries=canaries, delay=delay)
         job.reduction()
         job.last_word()

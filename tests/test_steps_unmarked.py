@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from synthetic_job import PERMUTED, REBUILT, SECOND, Buckets, Follower, SyntheticJob, trained
+from synthetic_job import PERMUTED, REBUILT, SECOND, SIZES, Buckets, Follower, SyntheticJob, trained
 
 from reconstruct.steps import StepConfirmed
 
@@ -93,6 +94,39 @@ def test_fields_that_did_not_change_around_a_lost_marker_need_no_prediction() ->
     follower.check(4)
     assert [step.groups[0]["lr"] for step in follower.steps.values()] == [0.05] * 4
     assert not follower.steps[3].confirmed
+
+
+def test_a_count_of_all_reduces_proves_nothing_where_one_was_lost() -> None:
+    """Two steps up to the next marker, two all-reduces of a bucket's size: one is none, and a reduction is missing."""
+    job = SyntheticJob(rebuilt=PERMUTED)
+    job.dropped = {3}
+    job.attach()
+    job.usual_step()
+    job.usual_step()
+    job.allreduce(np.ones(sum(SIZES)))
+    job.reduction()
+    job.optimizer_step()
+    job.reduction(lost=[0])
+    job.optimizer_step()
+    for _ in range(3):
+        job.usual_step()
+    follower = Follower(job).run(quiet=20 * SECOND)
+    follower.verify()
+    assert follower.story == "..xx..."
+
+
+def test_a_step_is_not_given_up_for_what_the_mirror_has_yet_to_show() -> None:
+    """The next marker overtakes the capture, which has shown both reductions, but not the collective behind them."""
+    job = SyntheticJob(rebuilt=PERMUTED)
+    job.dropped = {2}
+    job.attach()
+    job.usual_step()
+    job.usual_step()
+    job.wait(SECOND)
+    job.reduction()
+    job.allreduce(np.ones(7))
+    job.optimizer_step(delay=-SECOND)
+    Follower(job).run(per_block=1, quiet=SECOND).check(3)
 
 
 def test_all_markers_lost_and_the_connection_gone() -> None:
