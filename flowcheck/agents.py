@@ -28,6 +28,7 @@ class Agent:
     step: int
     owed: dict[int, Part] = field(default_factory=dict)
     missed: int = 0  # of late, parts that did not come
+    rests: int = 0  # it is asked for nothing before this time, ns
 
     @property
     def owed_bytes(self) -> int:
@@ -53,14 +54,22 @@ class Agents:
             agent = self._by_peer.pop(peer, None)
         return [] if agent is None else list(agent.owed)
 
-    def ready(self) -> list[Agent]:
-        """All of them, the likeliest to answer soon first."""
+    def ready(self, now: int | None = None) -> list[Agent]:
+        """All of them that do not rest, the likeliest to answer soon first."""
         with self._lock:
-            return sorted(self._by_peer.values(), key=lambda agent: (agent.missed, agent.owed_bytes, agent.rank))
+            agents = [agent for agent in self._by_peer.values() if now is None or agent.rests <= now]
+            return sorted(agents, key=lambda agent: (agent.missed, agent.owed_bytes, agent.rank))
 
-    def first(self) -> Agent | None:
-        """Rank 0's, which sends the markers."""
-        return next((agent for agent in self.ready() if agent.rank == 0), None)
+    def rest(self, peer: bytes, until: int) -> None:
+        """An agent refused a part: it is asked for no other before `until`, ns."""
+        with self._lock:
+            agent = self._by_peer.get(peer)
+            if agent is not None:
+                agent.rests = until
+
+    def first(self, now: int | None = None) -> Agent | None:
+        """Rank 0's, which sends the markers, unless it rests."""
+        return next((agent for agent in self.ready(now) if agent.rank == 0), None)
 
     def __len__(self) -> int:
         return len(self._by_peer)

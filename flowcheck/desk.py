@@ -1,8 +1,10 @@
-"""What the daemon asked of this rank: taken by the agents' threads, served by the training thread at a step's end.
+"""What the daemon asked of this rank: taken by the agents' threads, served by the training thread between two steps.
 
-The optimizer's hook looks at `pending`, one attribute, and calls `serve` when it is true. Copies are made while the
-share of the trainer's time that the ask allows lasts; what a copy took beyond it is paid back by later steps. The time
-of a step is measured by the agents' threads, from how many steps are done between two looks.
+The optimizer's hooks look at `pending`, one attribute, and call `serve` when it is true at the end of a step, `give`
+before the optimizer begins the next: parameters and their state are the same, and what was asked for meanwhile need not
+wait another step. Buffers change with every forward pass and are given at the end of a step only. Copies are made while
+the share of the trainer's time that the ask allows lasts; what a copy took beyond it is paid back by later steps. The
+time of a step is measured by the agents' threads, from how many steps are done between two looks.
 
 Between that thread and the others there are only deques and single attributes, never a lock: training must not wait
 for a thread that holds one.
@@ -88,7 +90,8 @@ class Desk:
         self._compares: deque[tuple[Taker, int, int]] = deque()
         self._pace = _Pace()
         self._credit = 0.0  # seconds that may be spent, or that are owed
-        self._served = 0  # the step at which the credit was reckoned last
+        self._served = -1  # the step at which the credit was reckoned last
+        self._copied = 0  # bytes given since then
         self._rested = 0.0
 
     # The agents' threads
@@ -151,34 +154,50 @@ class Desk:
             if self._parts:
                 self._copy(optimizer, step)
         except Exception:  # whatever it is, it must not end the training
-            log.exception("what the daemon asked for could not be served")
-            self.failed += 1
+            self._fail()
         self.pending = False
         if self._calls or self._compares or self._parts:  # also one that came just before that line
             self.pending = True
 
-    def _copy(self, optimizer: Any, step: int) -> None:
+    def give(self, optimizer: Any, step: int) -> None:
+        """The step after `step` is about to change parameters and state: give what waits of them. Never raises."""
+        try:
+            if self._parts:
+                self._copy(optimizer, step, buffers=False)
+        except Exception:
+            self._fail()
+
+    def _fail(self) -> None:
+        log.exception("what the daemon asked for could not be served")
+        self.failed += 1
+
+    def _copy(self, optimizer: Any, step: int, *, buffers: bool = True) -> None:
         seconds = self._pace.seconds
         if seconds is None:
             return  # without a measured step there is no budget
-        copied = 0
+        kept: list[Ask] = []
         ask = self._next()
         while ask is not None:
-            if copied == 0:
+            if step > self._served:
                 share = seconds * ask.percent / 100
                 self._credit = min(share, self._credit + share * (step - self._served))
-                self._served = step
+                self._served, self._copied = step, 0
+            if not buffers and ask.key.startswith("buffer/"):
+                kept.append(ask)
+                ask = self._next()
+                continue
             if self._credit <= 0 or ask.taker.unsent > MOST_UNSENT:
                 break
             started = time.perf_counter()
-            nbytes = self._answer(optimizer, ask, step, copied)
+            nbytes = self._answer(optimizer, ask, step)
             self._credit -= time.perf_counter() - started
             if nbytes < 0:
                 break
-            copied += max(1, nbytes)
+            self._copied += max(1, nbytes)
             ask = self._next()
         if ask is not None:
-            self._parts.appendleft(ask)
+            kept.append(ask)
+        self._parts.extendleft(reversed(kept))
 
     def _next(self) -> Ask | None:
         try:
@@ -186,11 +205,11 @@ class Desk:
         except IndexError:
             return None
 
-    def _answer(self, optimizer: Any, ask: Ask, step: int, before: int) -> int:
-        """Bytes copied for a part, -1 if it has to wait: `before` bytes were copied at this step already."""
+    def _answer(self, optimizer: Any, ask: Ask, step: int) -> int:
+        """Bytes copied for a part, -1 if it has to wait as its share of this step's bytes is used."""
         try:
             slices = self._state.slices(optimizer, ask.key, ask.lo, ask.hi)
-            if before and before + slices.nbytes > ask.step_bytes:
+            if self._copied and self._copied + slices.nbytes > ask.step_bytes:
                 return -1
             data, counter = slices.copy()
             copied = None

@@ -102,7 +102,7 @@ class Repairing:
         if job is None:
             return
         if job.resync.agents.answered(peer, ask) is not None:
-            self._apply.call(job, lambda: job.resync.refused(ask, reason, time.monotonic_ns()))
+            self._apply.call(job, lambda: job.resync.refused(peer, ask, reason, time.monotonic_ns()))
         elif ask >= FIRST_COMPARISON:
             self._apply.call(job, lambda: job.resync.comparing.refused(ask, reason))
 

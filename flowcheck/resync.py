@@ -92,7 +92,7 @@ class Resync:
         self._alarm = ""  # the first that was not told yet ...
         self._alarms = 0  # ... of so many
         self._alarmed = -TOLD_EVERY
-        self._not_before = 0  # when to ask next, after an answer that was none
+        self._not_before = 0  # when to ask next, after an answer that did not fit
         self._asked_groups = -ASK_EVERY
         self._scheduled = itertools.count(FIRST_COMPARISON)  # numbers of comparisons that nobody waits for
 
@@ -114,10 +114,10 @@ class Resync:
         self._found(self._repair.arrived(number, step, sections, counter), now)
         self._go_on(now)
 
-    def refused(self, number: int, reason: str, now: int) -> None:
+    def refused(self, peer: bytes, number: int, reason: str, now: int) -> None:
         """A part will not come from the agent that was asked."""
         self._repair.refused(number, reason)
-        self._not_before = now + ASK_EVERY
+        self.agents.rest(peer, now + ASK_EVERY)
         self._go_on(now)
 
     def gone(self, numbers: Sequence[int], now: int) -> None:
@@ -152,21 +152,21 @@ class Resync:
         if not self._repair.wanting:
             self.comparing.looked()
         if now >= self._not_before:
-            self._ask()
+            self._ask(now)
         self._say(now)
 
-    def _ask(self) -> None:
+    def _ask(self, now: int) -> None:
         """Spread the next parts over the agents, unknown ones first; the scrub has one part on its way at a time."""
         unknown = bool(self._shadow.live.unknown) or self._repair.wanting
         if unknown and self._scrubbed:
             self._stop_scrub()
-        agents = free = self.agents.ready()
+        agents = free = self.agents.ready(now)
         while free:
-            free = [agent for agent in free if self._spread(agent, self._next(agent), self._budget.percent)]
+            free = [agent for agent in free if self._spread(agent, self._next(agent), self._budget.percent, now)]
         if agents and self._budget.scrub_percent and not unknown and not self._repair.outstanding:
             parts = self._repair.ask(CHUNK)
             self._scrubbed = {part.number for part in parts}
-            self._spread(agents[0], parts, self._budget.scrub_percent)
+            self._spread(agents[0], parts, self._budget.scrub_percent, now)
 
     def _stop_scrub(self) -> None:
         """Parts that the scrub waits for must not come at its pace, nor before others, once there is more to do."""
@@ -187,12 +187,12 @@ class Resync:
             return []
         return self._repair.ask(min(room, CHUNK), scrub=False)
 
-    def _spread(self, agent: Agent, parts: Sequence[Part], percent: float) -> bool:
+    def _spread(self, agent: Agent, parts: Sequence[Part], percent: float, now: int) -> bool:
         """Ask this agent, and rank 0's for what may differ between ranks. Parts that nobody can be asked for are given
         up in time, as if they did not come."""
         own = [part for part in parts if agent.rank == 0 or part.key in self._shared]
         self._send(agent, own, percent)
-        first = self.agents.first() if len(own) < len(parts) else None
+        first = self.agents.first(now) if len(own) < len(parts) else None
         if first is not None:
             self._send(first, [part for part in parts if part.key not in self._shared], percent)
         return bool(parts)

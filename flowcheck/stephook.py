@@ -1,5 +1,6 @@
-"""What runs after every optimizer step, a few microseconds and never a wait: rank 0's step marker, and in every rank a
-look at whether the daemon has asked for something (`flowcheck.desk`).
+"""What runs around every optimizer step, a few microseconds and never a wait: rank 0's step marker after it, and in
+every rank, before and after it, a look at whether the daemon has asked for something (`flowcheck.desk`). What is asked
+for while a step is computed is given before the optimizer changes the state, not a step later.
 
 A marker says which step is done, c10d's sequence number (the tag of the next collective), the param groups' fields
 if they changed, and canaries: single elements of gradients and parameters after the step, read straight from CPU
@@ -33,12 +34,21 @@ MULTIPLIER, INCREMENT = 6364136223846793005, 1442695040888963407  # Knuth's MMIX
 MASK = (1 << 64) - 1
 
 
-class StepCounter:
-    """Post-step hook of the ranks that send no markers."""
+class _Hook:
+    """step: optimizer steps done."""
 
     def __init__(self, step: int, desk: Desk) -> None:
         self.step = step
         self._desk = desk
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Pre-step hook: the state is still as it was at the end of the last step."""
+        if self._desk.pending:
+            self._desk.give(optimizer, self.step)
+
+
+class StepCounter(_Hook):
+    """Post-step hook of the ranks that send no markers."""
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.step += 1
@@ -46,7 +56,7 @@ class StepCounter:
             self._desk.serve(optimizer, self.step)
 
 
-class StepMarker:
+class StepMarker(_Hook):
     """Post-step hook of rank 0's optimizer. `changed_since_attach` is its one-time check before the first step.
 
     uploaded: whether the state was uploaded just now, so that it must not have changed by the first step.
@@ -63,12 +73,11 @@ class StepMarker:
         *,
         uploaded: bool = True,
     ) -> None:
-        self.step = step
+        super().__init__(step, desk)
         self.sequence = sequence  # c10d's, after that step
         self.version = 0  # changes of the param groups' fields
         self.problem: str | None = None
         self._links = links
-        self._desk = desk
         self._model: DistributedDataParallel = live.model
         self._group: Any = live.model.process_group
         self._usual = -1  # collectives of the last step

@@ -99,6 +99,7 @@ class Handle:
         """Put the hooks in place and start the agents. model: the live DDP model."""
         self._hook, self._agents = hook, agents
         self._removers.append(optimizer.register_step_post_hook(hook))
+        self._removers.append(optimizer.register_step_pre_hook(hook.before))
         if isinstance(hook, StepMarker):
             self._watch(hook, optimizer, model)
         for agent in agents:

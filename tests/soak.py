@@ -56,6 +56,7 @@ class Training:
         job._described = replace(job.description, optimizer=spec)
         self.states: dict[int, dict[str, np.ndarray]] = {job.step: self._state()}
         self.ends: dict[int, int] = {}
+        self.looks: list[tuple[int, int]] = []  # (when, newest step done): hooks before and after the optimizer
 
     def step(self, **options: Any) -> None:
         """One usual step of the job, and the optimizer's; DDP's layout is reported as trainers do."""
@@ -67,7 +68,8 @@ class Training:
             parameter.grad = torch.from_numpy(np.frombuffer(self.job.reduced[number], np.float32).copy())
         self.optimizer.step()
         self.states[self.job.step] = self._state()
-        self.ends[self.job.step] = self.job.now - 9 * MS  # usual_step waits 10 ms behind it
+        end = self.ends[self.job.step] = self.job.now - 9 * MS  # usual_step waits 10 ms behind it
+        self.looks += [(end - MS // 2, self.job.step - 1), (end, self.job.step)]
 
     def _state(self) -> dict[str, np.ndarray]:
         state = {}
@@ -192,19 +194,21 @@ class Soak:
 
     def _refuse(self, peer: bytes, number: int) -> None:
         if self.resync.agents.answered(peer, number) is not None:
-            self.resync.refused(number, "not now", self.now)
+            self.resync.refused(peer, number, "not now", self.now)
 
     def _serve(self, peer: bytes, number: int, key: str, lo: int, hi: int) -> None:
-        """An agent copies the part at the end of the first step that has room for it, and sends it."""
+        """An agent copies the part when the training thread next looks and has room for it, and sends it."""
         reached = self.now + int(self._rng.integers(100_000, 3 * MS))
-        for step, end in self.training.ends.items():
+        for look, step in self.training.looks:
+            if look <= reached:
+                continue
             sections, counter = self._copied(step, key, lo, hi)
             size = sum(data.nbytes for data in sections.values())
             used = self._served.get(step, 0)
-            if end > reached and (not used or used + size <= self._step_bytes):
+            if not used or used + size <= self._step_bytes:
                 self._served[step] = used + size
                 self.outcome.asked += size
-                arrives = end + int(self._rng.integers(50_000, 5 * MS))
+                arrives = look + int(self._rng.integers(50_000, 5 * MS))
                 self._at(arrives, partial(self._arrive, peer, (number, key, lo, hi), step, sections, counter))
                 return
 

@@ -165,6 +165,20 @@ def test_a_part_that_is_refused_is_asked_again(node: Callable[..., Node]) -> Non
     assert here.digest() == here.digests[2]
 
 
+def test_what_one_rank_refuses_is_asked_of_another_at_once(node: Callable[..., Node]) -> None:
+    here = node(ranks=2, budget=Budget(scrub_percent=0.0))
+    here.step(lost=LOST, answers=False)
+    refusing = next(rank for rank in here.ranks if rank.parts)
+    (other,) = (rank for rank in here.ranks if rank is not refusing)
+    asked, refusing.parts = refusing.parts, []
+    for number, *_ in asked:
+        here.jobs.repair_refused(refusing.peer, "test", 1, number, "not now")
+    here.settle()
+    assert {part[1:] for part in asked} <= {part[1:] for part in other.parts} and not refusing.parts
+    here.step()
+    assert here.digest() == here.digests[2]
+
+
 def test_what_was_not_asked_for_is_dropped(node: Callable[..., Node]) -> None:
     here = node()
     here.step(lost=LOST, answers=False)

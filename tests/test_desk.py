@@ -37,7 +37,7 @@ class State:
             raise Unreadable("broken on purpose")
         if key == "bug":
             raise ZeroDivisionError("a bug")
-        self.clock.now += float(key) * MS
+        self.clock.now += float(key.removeprefix("buffer/")) * MS
         return Slices([("model", torch.zeros(hi, dtype=torch.uint8))], None)
 
     def checksums(self, optimizer: Any) -> dict[str, str | None]:
@@ -146,6 +146,34 @@ def test_no_more_bytes_per_step_than_allowed(training: Training) -> None:
     training.ask(7, 0.001, nbytes=1, percent=10, step_bytes=1000)
     training.run(1)
     assert training.numbers == list(range(7))
+
+
+def test_what_is_asked_during_a_step_is_given_before_the_state_changes(training: Training) -> None:
+    """As of the step before. Buffers, which the forward pass has changed, wait for the end of the step."""
+    training.run(400)
+    training.desk.ask(Ask(training.taker, 3, 0, "buffer/0.01", 0, 8, 1, 1000))
+    training.ask(1, 0.01)
+    training.desk.give(None, training.step)
+    assert [(piece.ask.number, piece.step) for piece in training.taker.pieces] == [(1, 400)]
+    assert training.desk.pending
+    training.run(1)
+    assert [(piece.ask.number, piece.step) for piece in training.taker.pieces] == [(1, 400), (0, 401)]
+    assert not training.desk.pending
+
+
+def test_both_looks_at_a_step_share_its_budget(training: Training) -> None:
+    training.run(400)
+    for number in range(6):
+        training.ask(number, 0.001, nbytes=400, percent=10, step_bytes=1000)
+    training.run(1)
+    training.desk.give(None, training.step)
+    assert training.numbers == [0, 1]
+    training.run(1)
+    for number in range(6, 10):
+        training.ask(number, 3.0, percent=1)  # 0.1 ms of a step of 10 ms
+    training.desk.give(None, training.step)
+    training.desk.give(None, training.step)
+    assert training.numbers == [0, 1, 2, 3]
 
 
 def test_a_pause_of_the_training_is_no_long_step(training: Training) -> None:

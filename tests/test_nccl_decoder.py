@@ -10,6 +10,7 @@ from nccl_traffic import Rig, Sender, Sent, disordered, group_of, seen_at
 
 from flowcheck.lab.nccl_wire_job import Job
 from reconstruct.decoder import ALLREDUCE, BROADCAST, NOT_THIS_SIZE, LinkLost, Message, Reduced
+from reconstruct.nccl.known import FAR
 
 BIG, SMALL = 40_000, 5_714
 SIZES = {(4 * BIG, 4), (4 * SMALL, 4)}
@@ -219,6 +220,18 @@ def test_a_connection_that_showed_nothing_yet_may_bring_more() -> None:
     rig = Rig(group_of(job), SIZES)
     rig.feed(seen_at(job, sender.reduce(BIG), 0, "in"))
     assert not rig.landing(0).complete and not rig.decoder.settled("g", 0, 1 << 62)
+
+
+def test_a_connection_that_never_shows_anything_is_not_waited_for() -> None:
+    """What begins when an all-reduce is over shows that; and that far into a job there are just no mirrors of it."""
+    job = JOBS[0]
+    sender = Sender(job)
+    rig = Rig(group_of(job), SIZES)
+    for tag in range(2 * FAR):
+        rig.feed(seen_at(job, sender.reduce(BIG), 0, "in"))
+        assert not rig.landing(tag).complete
+        assert rig.decoder.settled("g", tag, 1 << 62) == (tag >= FAR)
+        assert tag == 0 or rig.decoder.settled("g", tag - 1, tag)
 
 
 def test_attached_in_the_middle_of_a_job() -> None:

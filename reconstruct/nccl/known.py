@@ -32,7 +32,8 @@ __all__ = ["FAR", "KINDS", "Known", "Ledger"]
 KINDS = {REDUCTION: ALLREDUCE, COPY: BROADCAST, ALLGATHER: 2}
 """The schedule's kinds -> those of `reconstruct.decoder.Request`."""
 FAR = 16
-"""Collectives that a lane must be ahead of one whose end it never showed."""
+"""Collectives that a lane must be ahead of one whose end it never showed; after so many a connection that showed nothing
+is taken for one that the mirrors do not have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,9 +140,11 @@ class Ledger:
                         if reached < behind:
                             return False
         known = self.known.get(tag)
-        if known is None or known.landing is None or known.landing.complete or self.tag - tag >= FAR:
+        if known is None or known.landing is None or known.landing.complete:
             return True
-        return not any(  # a connection may be new: what it brings of its first collective may come last
+        if self.tag > behind or self.tag - self.first > FAR:
+            return True
+        return not any(  # at the start a connection may be new: what it brings of its first collective may come last
             number not in self._roster.showed and known.blueprint.part(connection.edge) is not None
             for number, connection in enumerate(self._roster.connections)
         )
