@@ -1,7 +1,8 @@
 """A made-up job that really trains, mirrors whose frames meet faults, and agents that answer: one run of the soak.
 
 Everything from the frames to the repaired shadow is the product's own code; time is the capture's. After every change
-of the shadow each element that it calls known is compared with the trainer's at that step.
+of the shadow each element that it calls known is compared with the trainer's at that step, and at a random moment of
+every step it is noted how far the newest fully known one is behind the trainers.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Training:
         self.ends: dict[int, int] = {}
         self.looks: list[tuple[int, int]] = []  # (when, newest step done): hooks before and after the optimizer
 
-    def step(self, **options: Any) -> None:
-        """One usual step of the job, and the optimizer's; DDP's layout is reported as trainers do."""
+    def step(self, pause: int = 0, **options: Any) -> None:
+        """One usual step of the job, and the optimizer's, and `pause` ms of computing; DDP's layout is reported as
+        trainers do."""
         pending = not self.job.has_rebuilt
         self.job.usual_step(**options)
         if pending and self.job.has_rebuilt:
@@ -68,7 +70,8 @@ class Training:
             parameter.grad = torch.from_numpy(np.frombuffer(self.job.reduced[number], np.float32).copy())
         self.optimizer.step()
         self.states[self.job.step] = self._state()
-        end = self.ends[self.job.step] = self.job.now - 9 * MS  # usual_step waits 10 ms behind it
+        self.job.wait(pause * MS)
+        end = self.ends[self.job.step] = self.job.now - pause * MS - 9 * MS  # usual_step waits 10 ms behind it
         self.looks += [(end - MS // 2, self.job.step - 1), (end, self.job.step)]
 
     def _state(self) -> dict[str, np.ndarray]:
@@ -106,37 +109,47 @@ class Memory:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run came to. behind: after each step, by how many the newest fully known one was older; known_at: step at
-    which everything was known again after the newest loss; asked: bytes that trainers sent."""
+    """What a run came to.
+
+    frames, hit: of all mirrors, and those that met a fault; worst: elements unknown at once; asked: bytes that trainers
+    sent; behind: when each step was applied, by how many steps the newest fully known one was older; lags: at a random
+    moment of each step, by how many it was older than the trainers' newest; mending: steps from a loss to the whole
+    state; holes: bytes of gradients; missing, wrong: elements unknown at the end, and known but wrong (`corrupt` only).
+    """
 
     frames: int = 0
     hit: int = 0
     worst: int = 0
     asked: int = 0
     behind: list[int] = field(default_factory=list)
-    mending: list[int] = field(default_factory=list)  # steps from a loss to the whole state
+    lags: list[int] = field(default_factory=list)
+    mending: list[int] = field(default_factory=list)
     blank: int = 0
     holes: int = 0
     alarms: list[str] = field(default_factory=list)
     frozen: StepLost | None = None
-    missing: int = 0  # unknown elements at the end
+    missing: int = 0
+    wrong: int = 0
+    ever_wrong: int = 0
 
 
 class Soak:
     """One run.
 
-    mirrors: of each, which frames of the job it shows; faults: of each; repair: whether agents answer; scrub: whether
-    they are asked for known parts, too; clean: the last steps, whose frames meet no fault.
+    mirrors: of each, which frames of the job it shows; faults: of each; repair: whether agents answer, of which one in
+    twenty asks is refused; scrub: whether they are asked for known parts, too; clean: the last steps, whose frames meet
+    no fault; damaged: whether values may be damaged where nothing on the wire shows it.
     """
 
     def __init__(
         self, training: Training, mirrors: Sequence[Callable[[Any], bool]], faults: Sequence[Faults], *, seed: int,
         repair: bool = True, scrub: bool = False, clean: int = 0, step_bytes: int = 1 << 20, per_block: int = 32,
+        damaged: bool = False,
     ) -> None:  # fmt: skip
         self.training, self.job = training, training.job
         self.outcome = Outcome()
         self._rng = np.random.default_rng(seed)
-        self._repair, self._step_bytes = repair, step_bytes
+        self._repair, self._step_bytes, self._damaged = repair, step_bytes, damaged
         description = self.job.description
         self.shadow = Shadow(description)
         for key, data in training.states[description.step].items():
@@ -149,13 +162,18 @@ class Soak:
         if repair:
             for rank, peer in enumerate(PEERS[: self.job.world]):
                 self.resync.agents.hello(peer, rank, description.step)
-        self._served: dict[int, int] = {}  # step -> bytes copied by the trainers
+        self._served: dict[int, int] = {}  # look -> bytes copied by the trainers
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._lost_at: int | None = None
         self.now = 0
         for at, word in self.job.words:
             self._at(at, lambda word=word: word(self.tracker))  # type: ignore[misc]
+        if self.job.step not in self.job.dropped:
+            self._at(self.job.now + 2 * MS, partial(self.tracker.ends, self.job.step))
+        done = list(training.ends.items())
+        for (step, end), (_, following) in itertools.pairwise(done):
+            self._at(end + int(self._rng.integers(1, following - end)), partial(self._sample, step))
         last = self.job.step - clean
         self._clean_from = self.training.ends.get(last, 0)
         self._sources = [
@@ -178,6 +196,10 @@ class Soak:
         block.ts += number * 3_000  # no two mirrors have the same clock
         return block
 
+    def _sample(self, done: int) -> None:
+        known = self.shadow.known_step
+        self.outcome.lags.append(done - (known if known is not None else -1))
+
     def _at(self, time: int, call: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), call))
 
@@ -197,16 +219,17 @@ class Soak:
             self.resync.refused(peer, number, "not now", self.now)
 
     def _serve(self, peer: bytes, number: int, key: str, lo: int, hi: int) -> None:
-        """An agent copies the part when the training thread next looks and has room for it, and sends it."""
+        """An agent copies the part when the training thread next looks and has room for it, and sends it; behind the
+        last step, while training ends, it waits for none."""
         reached = self.now + int(self._rng.integers(100_000, 3 * MS))
-        for look, step in self.training.looks:
+        for look, step in (*self.training.looks, (reached + 1, self.job.step)):
             if look <= reached:
                 continue
             sections, counter = self._copied(step, key, lo, hi)
             size = sum(data.nbytes for data in sections.values())
-            used = self._served.get(step, 0)
+            used = self._served.get(look, 0)
             if not used or used + size <= self._step_bytes:
-                self._served[step] = used + size
+                self._served[look] = used + size
                 self.outcome.asked += size
                 arrives = look + int(self._rng.integers(50_000, 5 * MS))
                 self._at(arrives, partial(self._arrive, peer, (number, key, lo, hi), step, sections, counter))
@@ -249,6 +272,7 @@ class Soak:
             self._until(self._events[0][0])
         self.outcome.frozen = self.tracker.lost
         self.outcome.missing = self.shadow.unknown.elements
+        self.outcome.wrong = self.check()
         return self.outcome
 
     def _until(self, time: int) -> None:
@@ -269,6 +293,8 @@ class Soak:
         for _, event in self.pipeline.poll(self.now, final):
             if isinstance(event, StepReady):
                 self._apply(event)
+        tracker = self.tracker  # every hole has one cause
+        assert self.outcome.holes == tracker.hole_bytes == sum(tracker.shortfall.bytes.values())
 
     def _apply(self, ready: StepReady) -> None:
         groups = [dict(group) for group in ready.groups]
@@ -278,6 +304,7 @@ class Soak:
         else:
             self.shadow.apply(ready.step, ready.gradients, groups, ready.lost)
         self.outcome.holes += sum(length for _, _, length in ready.holes)
+        assert bool(ready.holes) == bool(ready.lost) and not (ready.blank and ready.lost), ready.step
         self.resync.applied(ready, self.now)
         ready.gradients.clear()
         self.tracker.applied(ready.step)
@@ -285,8 +312,10 @@ class Soak:
         known = self.shadow.known_step
         self.outcome.behind.append(ready.step - (known if known is not None else -1))
 
-    def check(self) -> None:
-        """Every element that the shadow calls known is the trainer's, bit for bit."""
+    def check(self) -> int:
+        """Every element that the shadow calls known is the trainer's, bit for bit; how many of them are not where frames
+        were damaged."""
+        found = 0
         with self.shadow.pin(whole=False) as pin:
             truth, unknown = self.training.states[pin.step], pin.unknown
             missing = unknown.elements
@@ -296,11 +325,13 @@ class Soak:
                     continue
                 ranges = unknown.of(f"model/{name}")
                 wrong = (data.view(np.uint32) != truth[key].view(np.uint32)) & ~ranges.mask(0, data.nbytes // 4)
-                assert not wrong.any(), (
+                found += int(wrong.sum())
+                assert self._damaged or not found, (
                     f"step {pin.step}: {int(wrong.sum())} elements of {key} are called known and are wrong, "
                     f"the first is {int(np.flatnonzero(wrong)[0])} ({kind})"
                 )
-        if (step := self.shadow.known_step) is not None:
+        self.outcome.ever_wrong = max(self.outcome.ever_wrong, found)
+        if (step := self.shadow.known_step) is not None and not self._damaged:
             with self.shadow.pin() as whole:
                 assert whole.step == step and not whole.unknown
                 for key, (_, data) in whole.tensors.items():
@@ -311,6 +342,7 @@ class Soak:
         elif not missing and self._lost_at is not None:
             self.outcome.mending.append(self.shadow.step - self._lost_at)
             self._lost_at = None
+        return found
 
 
 def cut(frames: list[Any], most: int) -> Iterator[list[Any]]:

@@ -34,3 +34,14 @@ def test_what_is_called_known_is_the_trainers(library: str, rate: float) -> None
         assert outcome.frozen is None and len(outcome.behind) == 12
         assert bool(outcome.hit) == bool(rate) and (rate or not outcome.worst)
         assert rate or (outcome.missing == 0 and set(outcome.behind) == {0})
+
+
+def test_half_a_lost_broadcast_is_not_taken_for_another_root() -> None:
+    """Of the two packets of DDP's first broadcast one link lacks the first: that link did not carry nothing, and what
+    lies beyond the gap shows it. Taken for a broadcast of rank 1, all that follows would not fit, for ever."""
+    job = NcclJob(seed=1, sizes=(9000, 7000, 15000), **pinned("ring", "ll128", "4, 2 channels"))
+    training = Training(job, "Adam")
+    for _ in range(4):
+        training.step(300)
+    outcome = Soak(training, [ports(job, (1, "both"))], [Faults(drop=0.03, seed=1)], seed=1).run()
+    assert (outcome.blank, outcome.missing, outcome.frozen) == (0, 0, None)

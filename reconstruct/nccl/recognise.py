@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reconstruct.nccl.allowance import Allowance
 from reconstruct.nccl.binding import Connection, Reader, first_of
 from reconstruct.nccl.blueprint import Blueprint
 from reconstruct.nccl.evidence import Evidence
@@ -22,6 +23,7 @@ _LOOK = 512       # messages of a connection that are looked at
 _MOST_USUAL = 8   # collectives that are tried before others because they were there before
 _MOST_AHEAD = 3   # collectives without a name that are looked beyond
 _MOST_GUESSES = 2  # calls of `guess` for what comes behind a collective
+_MOST_PLANS = 3000, 1000  # that `guess` may make: for what is next, and for what comes behind
 _OWN_WORDS = 4    # messages of a connection whose content is looked at
 
 
@@ -53,7 +55,7 @@ class Recogniser:
     """Reads collectives of which nobody has named the size."""
 
     def __init__(self, group: NcclGroup, judge: Judge, evidence: Evidence, sights: Sights, reader: Reader,
-                 roster: Roster) -> None:
+                 roster: Roster, allowance: Allowance) -> None:
         self.named: set[tuple[int, int]] = set()
         """(bytes, itemsize) of all-reduces that the planner has asked for."""
         self.searched = False
@@ -63,7 +65,7 @@ class Recogniser:
         self._history: list[Blueprint] = []
         self._guesses_left = 0
         self._group, self._judge, self._evidence = group, judge, evidence
-        self._sights, self._reader, self._roster = sights, reader, roster
+        self._sights, self._reader, self._roster, self._allowance = sights, reader, roster, allowance
 
     def reading(self, grown: bool, quiet: bool, copies: int) -> Reading | None:
         """The one collective of unknown size that explains what follows the boundary, if it was seen whole. Searching
@@ -89,11 +91,11 @@ class Recogniser:
                 return chosen
             if any(self._takes(option, sights) == _lengths(sights) for option in options):
                 return None  # what follows will tell
-        if not (quiet or (grown and not self._begun(sights, start))):
+        if not (quiet or (grown and not self._begun(sights, start))) or not self._allowance.search():
             return None
         self.searched = True
         seen = [Seen(sight.edge, sight.lengths[:_LOOK], True) for sight in sights]
-        guesses = guess(self._judge.blueprints.comm, self._group, seen)
+        guesses = self._guess(seen, _MOST_PLANS[0])
         self.hopeless = not guesses and not self._roster.loose()[0]
         options, open_ = [], False
         for one in guesses:
@@ -108,6 +110,9 @@ class Recogniser:
             return options[0]
         self._guesses_left = _MOST_GUESSES
         return self._leading(options, sights, start, 2)
+
+    def _guess(self, seen: list[Seen], most: int) -> list[Guess]:
+        return guess(self._judge.blueprints.comm, self._group, seen, most=most, made=self._allowance.planned)
 
     @property
     def over(self) -> bool:
@@ -303,7 +308,7 @@ class Recogniser:
             rest = [Seen(s.edge, s.lengths[at : at + _LOOK], True) for s, at in zip(sights, start, strict=True)]
             ways += [
                 tuple(one.used.get(sight.edge, 0) for sight in sights)
-                for one in guess(self._judge.blueprints.comm, self._group, rest)
+                for one in self._guess(rest, _MOST_PLANS[1])
                 if one.used and one.whole
             ]
         found = []

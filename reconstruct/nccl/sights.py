@@ -133,9 +133,11 @@ class Sights:
                 result.append((-1, None))
             elif kept.first != expected:
                 break
-            if kept.length < 0:
-                break
+            if kept.length < 0 and (kept.first == expected or kept.slot >= 0):
+                break  # whatever was lost of it is not one message, or more of it may come
             expected = kept.first + kept.packets
+            if kept.length < 0:
+                continue  # what is missing before it is its first packet
             lone = kept.packets == 1 and kept.imm == NO_IMMEDIATE
             if parts >= 0 and (lone or kept.length == 0):
                 parts += kept.length
