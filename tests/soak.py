@@ -313,8 +313,8 @@ class Soak:
         self.outcome.behind.append(ready.step - (known if known is not None else -1))
 
     def check(self) -> int:
-        """Every element that the shadow calls known is the trainer's, bit for bit; how many of them are not where frames
-        were damaged."""
+        """Every element that the shadow calls known is the trainer's, bit for bit. Where frames were damaged: how many
+        are not."""
         found = 0
         with self.shadow.pin(whole=False) as pin:
             truth, unknown = self.training.states[pin.step], pin.unknown

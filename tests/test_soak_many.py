@@ -106,7 +106,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], list
     if reporter is None:
         return
     form = "{:12} {:10} {:>5} {:>9} {:>8} {:>9} {:>14} {:>12} {:>6}"
-    lines = [form.format("library", "fault", "runs", "frames", "hit", "unknown", "steps to mend", "asked bytes", "wrong")]
+    head = "library", "fault", "runs", "frames", "hit", "unknown", "steps to mend", "asked bytes", "wrong"
+    lines = [form.format(*head)]
     for (library, kind), outcomes in sorted(found.items()):
         mending = sorted(steps for outcome in outcomes for steps in outcome.mending)
         lines.append(form.format(
@@ -123,7 +124,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], list
 def test_what_is_called_known_is_the_trainers(
     first: int, table: dict[tuple[str, str], list[Outcome]]
 ) -> None:
-    """Checked after every change of the state. In the end everything is known and right: by repair, by the other mirror,
+    """Checked after every change of the state. In the end everything is known and right: by repair, by another mirror,
     or, where one damaged frame alone gave a value, by the scrub, which raised an alarm."""
     for seed in range(first, first + PER_TEST):
         mixture = Mixture.of(seed)
