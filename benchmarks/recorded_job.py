@@ -113,6 +113,7 @@ def _load(folder: Path) -> RecordedJob:
         block = source.read()
         if block is not None:
             parts.append((block.offset, block.caplen, block.wirelen, block.ts, block.vlan))
+            source.release(block)
     source.close()
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     description, tensors = jobfile.read(folder / "store/default/e1" / jobfile.JOB_FILE)

@@ -35,18 +35,19 @@ class Access:
     """The keys of one daemon. Raises BadConfig or NoPermission for a folder that cannot be used.
 
     `pair`: the daemon's own. `refused`: connections of keys that are not known here, and messages for which a key has
-    no right.
+    no right; `last`: whose was the last of each.
     """
 
     def __init__(self, folder: Path) -> None:
         self.pair = keys.read_server(folder)
         self.refused = {"connections": 0, "messages": 0}
+        self.last = {"connections": "", "messages": ""}
         self._folder = folder / keys.AUTHORIZED
         self._clients: dict[bytes, Client] = {}
         self._seen: Sequence[object] | None = None
         self._unreadable: FlowcheckError | None = None
         self._changed = False
-        self._untold, self._last = 0, ""
+        self._untold, self._newest = 0, ""
         self._looked = self._told = time.monotonic() - TELL_S
         self._look()
         if self._unreadable is not None:
@@ -124,9 +125,9 @@ class Access:
     def _refuse(self, what: str, last: str) -> None:
         self.refused[what] += 1
         self._untold += 1
-        self._last = last
+        self.last[what] = self._newest = last
 
     def _tell(self, now: float) -> None:
         if self._untold and now - self._told >= TELL_S:
-            log.warning("refused %d times, last: %s", self._untold, self._last)
+            log.warning("refused %d times, last: %s", self._untold, self._newest)
             self._told, self._untold = now, 0

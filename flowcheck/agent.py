@@ -23,14 +23,15 @@ import torch
 from flowcheck.connection import Connection
 from flowcheck.describe import memory_view
 from flowcheck.desk import Ask, Desk, Piece
-from flowcheck.errors import FlowcheckError
+from flowcheck.errors import FlowcheckError, NoPermission
+from flowcheck.keys import KEY
 from flowcheck.latejoin import LateJoin
 from flowcheck.protocol import CHUNK, MAX_COMPARE, WINDOW, encode
 from flowcheck.sessions import digest
 
 log = logging.getLogger(__name__)
 
-ASKS = ("repair-ask", "repair-cancel", "groups-ask", "compare-ask", "join-ask")
+ASKS = ("repair-ask", "repair-cancel", "repair-done", "groups-ask", "compare-ask", "join-ask", "notice")
 HELLO_S = 1.0
 FIRST_LOOK_S = 0.1
 """How often the steps are looked at until their time is known."""
@@ -87,6 +88,12 @@ class Agent:
     ) -> None:
         self.endpoint = endpoint
         self.counters = AgentCounters()
+        self.done = -1
+        """The last step, once the daemon has said that it asks nothing more of its state."""
+        self.turns = 0
+        """How often the thread has looked whether the daemon is there ..."""
+        self.reachable = False
+        """... and whether it was."""
         self._run_name, self._job, self._rank = run, job, rank
         self._desk = desk
         self._steps = steps
@@ -96,6 +103,7 @@ class Agent:
         self._delivered = 0  # bytes of pieces, written by the training thread alone
         self._left = 0  # of these sent or dropped, written by this thread alone
         self._stopped = False
+        self._told = False  # that the daemon refuses what this rank says
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._next_hello = 0.0
         self._stuck_since: float | None = None
@@ -143,6 +151,11 @@ class Agent:
     def checksums(self, epoch: int, ask: int, step: int, found: dict[str, str | None]) -> None:
         self._put(lambda: self._comparison(epoch, ask, step, found))
 
+    def look(self) -> bool:
+        """Have the thread look for messages now; whether it lives."""
+        self._rouse()
+        return self._thread.is_alive()
+
     def _put(self, answer: Callable[[], list[_Message]], nbytes: int = 0) -> None:
         self._answers.append((answer, nbytes))
         self._rouse()
@@ -170,6 +183,7 @@ class Agent:
                 encode("agent-hello", run=self._run_name, job=self._job, rank=self._rank, step=self._steps())
             )
             self._next_hello = now + HELLO_S
+            self._refused(connection.refusal)
         pause = self._next_hello - now
         connection.wait(pause if known else min(pause, FIRST_LOOK_S), self._wake, room=bool(self._messages))
         with contextlib.suppress(BlockingIOError):
@@ -178,6 +192,8 @@ class Agent:
             if not connection.wait(0, self._wake):
                 break
             self._receive(connection)
+        self.reachable = connection.standing
+        self.turns += 1
         if self._late is not None:
             self._late.advance()
         self._send(connection, now)
@@ -185,8 +201,9 @@ class Agent:
     def _receive(self, connection: Connection) -> None:
         try:
             kind, fields, _ = connection.receive(*ASKS, timeout=0)
-        except FlowcheckError:  # also the daemon's errors: it says them about messages that need no answer
+        except FlowcheckError as error:  # also the daemon's: it says them about messages that need no answer
             self.counters.absurd += 1
+            self._refused(error if isinstance(error, NoPermission) else None)
             return
         if fields.get("run", self._run_name) != self._run_name:
             self.counters.absurd += 1
@@ -194,14 +211,27 @@ class Agent:
             self._ask(fields)
         elif kind == "repair-cancel":
             self._desk.cancel(self, set(fields["numbers"]))
+        elif kind == "repair-done":
+            self.done = fields["step"]
         elif kind == "compare-ask":
             self._desk.compare(self, fields["epoch"], fields["ask"])
+        elif kind == "notice":
+            log.warning("flowcheck: the daemon at %s: %s", self.endpoint, fields["text"])
         elif self._late is None:
             self.counters.absurd += 1
         elif kind == "groups-ask":
             self._late.repeat_groups()
         else:
             self._late.ask()
+
+    def _refused(self, error: NoPermission | None) -> None:
+        """Say once that the daemon does not listen to this rank."""
+        if error is not None and not self._told:
+            self._told = True
+            log.warning(
+                "flowcheck: the daemon at %s does not let rank %d repair anything: %s (%s names the key's file)",
+                self.endpoint, self._rank, error, KEY,
+            )  # fmt: skip
 
     def _ask(self, fields: dict[str, Any]) -> None:
         for number, key, lo, hi in fields["parts"]:

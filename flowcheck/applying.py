@@ -45,8 +45,7 @@ class ApplyThread(threading.Thread):
         self._capture = capture
         self._jobs = jobs
         self._persister = persister
-        self._journal = journal
-        self._journal_missing = 0
+        self.journal = journal
         self._live = live
         self._report = report
         self._work: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -143,13 +142,13 @@ class ApplyThread(threading.Thread):
         if job.suspect is not None:
             return
         job.resync.applied(ready, time.monotonic_ns())
-        if self._journal is not None:
-            self._write_line(job, ready, self._journal)
+        if self.journal is not None:
+            self._write_line(job, ready, self.journal)
         if self._persister is not None and job.shadow.known_step is not None:
             self._persister.consider(job)
 
     def _write_line(self, job: Job, ready: StepReady, journal: Journal) -> None:
-        written = journal.write(
+        journal.say(
             run=job.run,
             epoch=job.epoch,
             step=ready.step,
@@ -161,6 +160,3 @@ class ApplyThread(threading.Thread):
             known_step=job.shadow.known_step,
             digest=job.shadow.digest(),
         )
-        if not written and self._journal_missing == 0 and journal.problem is not None:
-            self._report(journal.problem)
-        self._journal_missing = journal.missing if not written else 0

@@ -95,6 +95,14 @@ class CaptureThread(threading.Thread):
         self._expired = 0
         self._told: list[list[str]] = [[] for _ in self.sources]
         self._asked = 0.0
+        self._since = time.monotonic()
+
+    @property
+    def watched(self) -> float | None:
+        """For how long everything that came in was captured, in seconds; None for files, or once frames were lost."""
+        if not self._live or any(source.counters().drops for source in self.sources):
+            return None
+        return time.monotonic() - self._since
 
     def call(self, command: Command, at: int | None = None) -> bool:
         """Run `command` on the capture thread before the next block; at: not before this capture time (ns).

@@ -47,11 +47,13 @@ class DaemonConfig:
     vantage: tuple[str, ...] = ()
     vxlan_port: tuple[int, ...] = (4789,)
     nccl_version: str | None = None
+    checksums: bool = True
     fault: tuple[str, ...] = ()
     repair_percent: float = 1.0
     repair_mib: int = 64
     scrub: float = 0.1
     compare_every: int | None = None
+    checkpoint_root: tuple[Path, ...] = ()
     threads: int | None = None
     keys: Path | None = None
     insecure: bool = False
@@ -71,6 +73,8 @@ class DaemonConfig:
             raise UsageError("-r needs --job FILE (the job that was recorded) or --observe")
         if self.interfaces and self.job is not None:
             raise UsageError("--job goes with -r: a live job attaches by itself")
+        if self.observe and not self.checksums:
+            raise UsageError("--observe always verifies checksums: leave out --no-checksums")
         if self.observe and self.nccl_version is not None:
             raise UsageError("--nccl-version is for a job that attaches: leave out --observe")
         if self.nccl_version is not None and not _VERSION.fullmatch(self.nccl_version.strip()):

@@ -14,6 +14,7 @@ from flowcheck.errors import FlowcheckError, NoPermission, UsageError
 
 # After these libzmq does not try again by itself.
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_STANDING: dict[int, bool] = {zmq.EVENT_HANDSHAKE_SUCCEEDED: True, zmq.EVENT_DISCONNECTED: False}
 AGAIN_S = 5.0
 """How soon a connection that the other side refused is tried again: keys may have been put right."""
 HEARTBEAT_MS, HEARTBEAT_TTL_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000, 10000
@@ -39,6 +40,7 @@ class Connection:
         self.endpoint = endpoint
         self._keyed = key is not None
         self._refused: NoPermission | None = None
+        self._standing = False
         self._look = 0.0  # when to look for refusals again
         self._context = zmq.Context(1)
         self._socket = self._context.socket(zmq.DEALER)
@@ -57,7 +59,7 @@ class Connection:
             self._socket.set(zmq.CURVE_PUBLICKEY, key.pair.public)
             self._socket.set(zmq.CURVE_SECRETKEY, key.pair.secret)
             self._socket.set(zmq.CURVE_SERVERKEY, key.server)
-        self._refusals = self._socket.get_monitor_socket(_REFUSALS)
+        self._refusals = self._socket.get_monitor_socket(_REFUSALS | sum(_STANDING))
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -86,6 +88,11 @@ class Connection:
         except zmq.Again:
             return False
         return True
+
+    @property
+    def refusal(self) -> NoPermission | None:
+        """Why the daemon did not let this connection in when it was last seen; None if it did, or nothing is known."""
+        return self._refused
 
     def wait(self, timeout: float, descriptor: int, room: bool = False) -> bool:
         """Wait until a message has come, or `descriptor` can be read, or, with `room`, a message can be sent; at most
@@ -116,6 +123,12 @@ class Connection:
         deadline = time.monotonic() + timeout
         self.send(kind, timeout=timeout, **fields)
         return self.receive(reply, timeout=deadline - time.monotonic())[1]
+
+    @property
+    def standing(self) -> bool:
+        """Whether the connection stands now, as far as libzmq knows."""
+        self._take_refusals()
+        return self._standing
 
     def close(self, linger: float = 0.0) -> None:
         """Close; messages still queued get at most `linger` seconds."""
@@ -148,6 +161,9 @@ class Connection:
     def _take_refusals(self) -> None:
         while self._refusals.poll(0):
             event = recv_monitor_message(self._refusals)
+            if event["event"] in _STANDING:
+                self._standing = _STANDING[event["event"]]
+                continue
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 why = f"this key is not authorized there: put its public file into the daemon's {keys.AUTHORIZED}/"
             elif event["value"] != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch
 
-from flowcheck import jobfile, trainer_log
+from flowcheck import jobfile, kernels, trainer_log
 from flowcheck.access import Access
 from flowcheck.applying import ApplyThread
 from flowcheck.capture import CaptureThread
+from flowcheck.checkpoints import Roots
 from flowcheck.config import DaemonConfig
 from flowcheck.errors import FlowcheckError
 from flowcheck.job import Job
@@ -123,7 +124,7 @@ def open_recorder(config: DaemonConfig, who: Account | None) -> PcapRecorder | N
 def open_journal(config: DaemonConfig, who: Account | None) -> Journal | None:
     """The journal that the options ask for."""
     with acting_as(who):
-        return None if config.journal is None else Journal(config.journal)
+        return None if config.journal is None else Journal(config.journal, log, patient=not config.interfaces)
 
 
 def open_server(config: DaemonConfig, service: Service, addresses: Sequence[str], who: Account | None) -> Server:
@@ -164,7 +165,8 @@ class Daemon:
         self._live = bool(config.interfaces)
         limits = Limits(landings=int(config.landing_gib * (1 << 30)))
         vantages = declared_vantages(config)
-        pipeline = Pipeline(limits, Waits(), vantages, config.nccl_version)
+        pipeline = Pipeline(limits, Waits(), vantages, config.nccl_version, config.checksums)
+        kernels.announce(log)
         pipeline.warm_up()
         sources = open_sources(config, vantages)
         recorder = open_recorder(config, self._account)
@@ -209,6 +211,7 @@ class Daemon:
             Budget(config.repair_percent, config.repair_mib << 20, config.scrub, config.compare_every),
             memory_limit=available_memory(),
             gradient_limit=limits.landings,
+            roots=Roots(config.checkpoint_root),
         )
         self._stop = threading.Event()
 

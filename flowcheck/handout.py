@@ -138,7 +138,7 @@ def stored_status(store: Store | None, ahead: Mapping[str, int]) -> dict[str, An
     """The job's part of a status where no job is attached: the newest snapshot on disk, which the daemon serves."""
     nothing: dict[str, Any] = {
         "run": None, "epoch": None, "step": None, "confirmed": None, "exact": None, "reasons": [], "coverage": 0.0,
-        "lag_ms": None, "job_step": None, "frozen": None, "holes": 0, "memory_bytes": 0, "copies": 0,
+        "lag_ms": None, "job_step": None, "frozen": None, "unseen": None, "holes": 0, "memory_bytes": 0, "copies": 0,
         "known_step": None, "unknown": {"elements": 0, "since": None, "where": []}, "agents": 0, "repair": None,
         "compared": None,
     }  # fmt: skip

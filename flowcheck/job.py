@@ -10,6 +10,7 @@ from flowcheck.description import JobDescription
 from flowcheck.pace import Pace
 from flowcheck.report import places
 from flowcheck.resync import Resync
+from flowcheck.sight import Sight
 from flowcheck.snapshot import Snapshot
 from reconstruct.lr import Predictor
 from reconstruct.markers import Canary
@@ -36,6 +37,9 @@ class Job:
     reasons: list[str]
     resync: Resync
     tracker: StepTracker | None = None
+    sight: Sight | None = None  # of the capture thread; None for a recording
+    looks: int = 0  # when it is looked at next, ns
+    unseen: str | None = None  # what to do if steps are done and no frame of the job was seen
     unconfirmed: set[int] = field(default_factory=set)  # steps applied without their marker, of the newest ones
     frozen: str | None = None  # why no further step will be applied
     halted: bool = False  # a step could not be applied: none after it can
@@ -154,6 +158,7 @@ class Job:
             "lag_ms": self.lag_ms,
             "job_step": max(ahead, self.step),
             "frozen": None if reason is None else _frozen(self.step, ahead, reason),
+            "unseen": self.unseen,
             "holes": tracker.hole_bytes if tracker is not None else 0,
             "loss": tracker.shortfall.status() if tracker is not None else {"bytes": {}, "newest": []},
             "known_step": self.shadow.known_step,

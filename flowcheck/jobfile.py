@@ -8,12 +8,10 @@ per step marker in the order of arrival.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -22,6 +20,7 @@ import xxhash
 from flowcheck.description import DescriptionError, JobDescription, TensorSpec
 from flowcheck.durable import Meter, make_folder, remove, sync_folder, temporary, write_failure
 from flowcheck.errors import BadConfig, FlowcheckError, VerificationFailed
+from flowcheck.linefile import MAX_LINE, LineFile
 from flowcheck.snapshot import Snapshot
 from flowcheck.tensorfile import (
     CHUNK,
@@ -35,7 +34,7 @@ from flowcheck.tensorfile import (
 
 JOB_FILE = "job.safetensors"
 MARKERS_FILE = "markers.jsonl"
-MAX_MARKER = 16 << 20
+MAX_MARKER = MAX_LINE
 
 Tensors = Mapping[str, tuple[TensorSpec, np.ndarray]]
 Progress = Callable[[int, int], None]
@@ -255,62 +254,21 @@ def _stream(file: BinaryIO, data: np.ndarray, meter: Meter) -> str:
     return checksum.hexdigest()
 
 
-class MarkerLog:
-    """Appends markers to `markers.jsonl`, one JSON object a line, each handed to the kernel whole and at once.
+class MarkerLog(LineFile):
+    """Appends to `markers.jsonl`, one JSON object a line; `flowcheck.linefile` says what the disk may do meanwhile.
 
-    A line that the disk does not take is left out, and what it left goes before the next one, which is tried:
-    `report` is called with a line for a person when lines begin to be missing, and when they come through again.
+    The file is made by the first line, in the epoch's folder: that this is not there yet is the disk's failure too.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
-        self.path = path
-        self.missing = 0  # lines left out since the last one that was written
-        self._report = report
-        self._file = -1
+        super().__init__(path, "the markers file", report)
 
     def append(self, marker: Mapping[str, Any]) -> None:
         """`marker`: JSON-ready objects. FlowcheckError if it is over MAX_MARKER bytes."""
         line = json.dumps(marker, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         if len(line) > MAX_MARKER:
             raise FlowcheckError(f"{self.path}: a marker of {len(line)} bytes, at most {MAX_MARKER}")
-        try:
-            self._write(line)
-        except OSError as error:
-            self.missing += 1
-            if self.missing == 1:
-                self._report(f"{self.path}: markers are missing in it from now on: {error.strerror}")
-            return
-        if self.missing:
-            self._report(f"{self.path}: markers are written again, {self.missing} are missing")
-            self.missing = 0
-
-    def _write(self, line: bytes) -> None:
-        if self._file < 0:
-            # the folder is the epoch's: that it is not there yet is the disk's failure too
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":  # what was torn must not tear the next line too
-            os.ftruncate(self._file, self._end_of_lines(size))
-        written = os.write(self._file, line)
-        if written != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _end_of_lines(self, size: int) -> int:
-        start = max(0, size - MAX_MARKER)
-        return start + os.pread(self._file, size - start, start).rfind(b"\n") + 1
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __enter__(self) -> MarkerLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self.write(line)
 
 
 def read_markers(path: Path) -> list[dict[str, Any]]:

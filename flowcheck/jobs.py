@@ -5,26 +5,32 @@ Called on the server's threads. Whatever touches the pipeline is posted to the c
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from flowcheck import __version__
 from flowcheck.applying import ApplyThread
 from flowcheck.capture import CaptureThread
+from flowcheck.checkpoints import Roots
 from flowcheck.description import JobDescription
 from flowcheck.errors import FlowcheckError, UsageError
+from flowcheck.glance import Glance
 from flowcheck.groups import same_trainers
-from flowcheck.handout import LiveFetch, StoredFetch, hand_out, stored_status
+from flowcheck.handout import LiveFetch, StoredFetch, hand_out
 from flowcheck.job import Job
 from flowcheck.jobfile import MarkerLog
+from flowcheck.linefile import LineFile
 from flowcheck.persist import Persister
 from flowcheck.protocol import check_layout
 from flowcheck.repairing import Repairing
 from flowcheck.resync import Budget, Resync
+from flowcheck.seeding import Seeding
+from flowcheck.service import Seeded
 from flowcheck.store import Store
+from flowcheck.watch import Watch
 from mirror.block import Source
 from mirror.faulty import injected
 from reconstruct.exactness import exactness
@@ -33,12 +39,17 @@ from reconstruct.markers import parse_marker
 from reconstruct.shadow import Shadow
 from reconstruct.steps import StepTracker
 
+MIRROR_LAG = 150_000_000
+"""How late frames may come (ns): what the ranks sent before the attach must not count as sent after it. The trainers
+wait meanwhile."""
 SWITCH_SECONDS = 10.0
 """How long an attach waits until the capture has processed everything from before it."""
 MAX_ENDED = 16
 """Ended epochs whose newest step is still held in memory; beyond this the store has them."""
 MAX_STRANGERS = 1024
 """Runs that are not followed here and whose newest step is remembered."""
+_LONGEST_JOB = 1_000_000
+"""Steps between two snapshots for which a scheduler is called again: they were taken, no marker only claims so."""
 _ENDED = "this daemon has ended its capture and follows no job any more: start a new one"
 
 
@@ -46,7 +57,7 @@ class Jobs(Repairing):
     """The jobs of one daemon. Implements `flowcheck.service.Service`.
 
     store, persister: None without `--store`. budget: what repair may cost the trainers. memory_limit: bytes that the
-    state of all jobs may take; gradient_limit: bytes of gradients in flight.
+    state of all jobs may take; gradient_limit: bytes of gradients in flight; roots: where checkpoints may be read.
     """
 
     def __init__(
@@ -61,6 +72,7 @@ class Jobs(Repairing):
         *,
         memory_limit: int,
         gradient_limit: int,
+        roots: Roots | None = None,
     ) -> None:
         self.jobs: dict[str, Job] = {}  # by key, oldest first; one per run
         super().__init__(self.jobs, apply, lambda: capture.over)
@@ -73,11 +85,15 @@ class Jobs(Repairing):
         self._budget = budget
         self._memory_limit = memory_limit
         self._gradient_limit = gradient_limit
+        self._roots = Roots() if roots is None else roots
+        self._reading = threading.Lock()  # held while a checkpoint is read
+        self._watch = Watch(capture, [source.name for source in sources], log, self._notice)
         self._lock = threading.Lock()
         self._uploading: dict[Attach, int] = {}  # bytes that their jobs will need
         self._ahead: dict[str, int] = {}  # newest step per run of jobs that this daemon does not follow
         self._logs: dict[str, MarkerLog] = {}
         self._logs_lock = threading.Lock()
+        self._glance = Glance(store)
         self._epochs: dict[str, int] = {}
 
     # attach
@@ -115,6 +131,14 @@ class Jobs(Repairing):
         held = sum(j.shadow.memory_bytes if j.ended else j.shadow.planned_bytes for j in self.jobs.values())
         return held + sum(self._uploading.values())
 
+    def seeding(self, path: str, checksums: bytes, description: JobDescription, shadow: Shadow) -> Seeding:
+        """Begin to read a checkpoint for an attach."""
+
+        def report(text: str) -> None:
+            self._log(f"{description.run}: {text}")
+
+        return Seeding(path, checksums, description, shadow.load, self._roots, self._reading, report).start()
+
     def release(self, attach: Attach) -> None:
         """An attach has ended, one way or the other."""
         with self._lock:
@@ -126,13 +150,13 @@ class Jobs(Repairing):
         """Open an epoch and follow the job from its next collective on, or, if it joins late, from the step after
         that of the description. replayed: when a recorded job attached, ns."""
         replaying = self._capture.ident is None  # the recording's attach lies before its frames
-        attached = replayed if replaying else None if late else time.time_ns()
+        attached = replayed if replaying else None if late else time.time_ns() + MIRROR_LAG
         exact, reasons = exactness(description)
         with self._lock:
             if self._capture.over:
                 raise FlowcheckError(_ENDED)
             epoch = self._open_epoch(description.run)
-            predictors = Predictor(description), Predictor(description)
+            predictors = Predictor(description), Predictor(description, _LONGEST_JOB)
             resync = self._resync(description.run, epoch, shadow)
             job = Job(description.run, epoch, description, shadow, *predictors, exact, reasons, resync, kept=not late)
             job.job_step = job.checked = description.step
@@ -153,12 +177,26 @@ class Jobs(Repairing):
                     self._logs[job.key] = MarkerLog(self._store.markers_file(job.run, epoch), self._log)
                 self._write_down(job, {"time": attached, "attached": True})
             self._persister.begin(job)
+        unseen = None if late or replaying else self._watch.attached(job)
         self._log(
             f"{job.key}: {'joined late' if late else 'attached'} at step {description.step}, "
             f"{len(description.parameters)} parameters, "
             f"{description.world_size} ranks" + ("" if exact else f"; not bit-exact: {'; '.join(reasons)}")
         )
-        return {"run": job.run, "epoch": epoch, "exact": exact, "reasons": list(reasons), "version": __version__}
+        return {
+            "run": job.run,
+            "epoch": epoch,
+            "exact": exact,
+            "reasons": list(reasons),
+            "version": __version__,
+            "unseen": unseen,
+        }
+
+    def _notice(self, job: Job, text: str) -> None:
+        """A line for the log of a job's rank 0."""
+        first = job.resync.agents.first()
+        if first is not None:
+            self.tell(first.peer, "notice", run=job.run, text=text)
 
     def _resync(self, run: str, epoch: int, shadow: Shadow) -> Resync:
         key = f"{run}/e{epoch}"
@@ -200,6 +238,7 @@ class Jobs(Repairing):
                     job.description = self._capture.pipeline.completed(job.description)
                     job.tracker = self._capture.pipeline.add_job(job.key, job.description, job.predictor, attached)
                     self.followed[job.key] = job
+                    job.sight = self._capture.pipeline.sight(job.description)
                 except Exception as error:
                     failed.append(error)
                 done.set()
@@ -226,14 +265,17 @@ class Jobs(Repairing):
         with self._logs_lock:
             log = self._logs.pop(job.key, None)
             if log is not None:
-                log.close()
+                log.finish()
 
     def close(self) -> None:
         """Nothing is written down any more."""
         with self._logs_lock:
-            for log in self._logs.values():
-                log.close()
+            logs = list(self._logs.values())
             self._logs.clear()
+        for log in logs:
+            log.finish()
+        for log in logs:
+            log.close()
 
     # what trainers say later
 
@@ -250,6 +292,7 @@ class Jobs(Repairing):
         if not job.ended:
             self._write_down(job, {"time": arrived, **marker})
             self._tell(job, lambda tracker: tracker.marker(parsed, arrived))
+            self._watch.marked(job, arrived)
 
     def layout(self, run: str, epoch: int, layout: dict[str, Any]) -> None:
         """The rebuilt bucket layout that rank 0 read from DDP. Raises DescriptionError when it is malformed."""
@@ -265,6 +308,10 @@ class Jobs(Repairing):
         if job is not None and not job.ended:
             self._write_down(job, {"time": time.time_ns(), "last": step})
             self._tell(job, lambda tracker: tracker.ends(step))
+            if job.over:
+                job.resync.done(step)
+            else:
+                self._apply.call(job, lambda: job.resync.ends(step))
 
     def link(self, run: str, epoch: int, alive: bool) -> None:
         """The connection on which a job's markers come stands again, or is gone."""
@@ -288,8 +335,7 @@ class Jobs(Repairing):
             except FlowcheckError as error:
                 self._log(f"{job.key}: markers are not recorded any more: {error}")
                 del self._logs[job.key]
-                with contextlib.suppress(OSError):
-                    log.close()
+                log.finish()
 
     # reading
 
@@ -320,12 +366,22 @@ class Jobs(Repairing):
             "loss": self._capture.loss.status,
             "tunnels": self._capture.pipeline.tunnels(),
             "failure": None if self._capture.failure is None else str(self._capture.failure),
+            "disks": self._disks(),
             "remote": None if self._persister is None else self._persister.remote_status(),
         }
         jobs = [job.status() for job in held]
         if jobs:
             return {**jobs[-1], **common, "jobs": jobs}
-        return {**stored_status(self._store, self._ahead), **common, "jobs": []}
+        stored = self._glance.status(self._ahead)
+        return {**stored, **common, "disks": common["disks"] + self._glance.disk, "jobs": []}
+
+    def _disks(self) -> list[dict[str, Any]]:
+        """What is written behind: an entry as of `LineFile.status` of each."""
+        with self._logs_lock:
+            lines: list[LineFile] = list(self._logs.values())
+        if self._apply.journal is not None:
+            lines.insert(0, self._apply.journal)
+        return [file.status() for file in lines] + ([] if self._persister is None else self._persister.disk)
 
     def open(self, run: str | None, step: int | None, allow_unknown: bool = False) -> LiveFetch | StoredFetch:
         """A whole step for a client: the live one when it is asked for, else from the store. allow_unknown: the live
@@ -344,6 +400,11 @@ class Attach:
         self._description = description
         self._shadow = shadow
         self._late = late
+        self._seeding: Seeding | None = None
+
+    def seed(self, path: str, checksums: bytes) -> Future[Seeded]:
+        self._seeding = self._jobs.seeding(path, checksums, self._description, self._shadow)
+        return self._seeding.found
 
     def chunk(self, key: str, offset: int, data: memoryview) -> None:
         self._shadow.load(key, offset, data)
@@ -359,4 +420,6 @@ class Attach:
             self._jobs.release(self)
 
     def abort(self) -> None:
+        if self._seeding is not None:
+            self._seeding.stop("the attach was given up")
         self._jobs.release(self)

@@ -116,10 +116,10 @@ class LiveState:
         """
         found: dict[str, str | None] = {}
         for name, (spec, parameter) in self._parameters.items():
-            found[f"model/{name}"] = _checksum(parameter) if _fits(spec, parameter) else None
+            found[f"model/{name}"] = state_checksum(parameter) if _fits(spec, parameter) else None
             for key, value in _state(optimizer, parameter):
                 same = key == COUNTER or _same_order(parameter, value)
-                found[f"optimizer/{name}/{key}"] = _checksum(value) if same else None
+                found[f"optimizer/{name}/{key}"] = state_checksum(value) if same else None
         return found
 
     def _buffer(self, name: str) -> torch.Tensor:
@@ -170,7 +170,8 @@ def _bytes(tensor: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
     return memory_view(tensor)[lo:hi].view(torch.uint8)
 
 
-def _checksum(tensor: torch.Tensor) -> str:
+def state_checksum(tensor: torch.Tensor) -> str:
+    """xxh3_128 of a dense tensor's bytes in memory order, hexadecimal. One from CUDA comes in pieces."""
     flat = memory_view(tensor).view(torch.uint8)
     if flat.device.type == "cpu":
         return xxhash.xxh3_128_hexdigest(flat.numpy().data)

@@ -15,7 +15,7 @@ from flowcheck.doctor.frames import drops, missing, truncation
 from flowcheck.doctor.seen import Seen
 from flowcheck.observation import size_text
 from mirror.block import Block, SourceCounters
-from mirror.loss import CAUSES, MIRROR, NIC, RING, TRUNCATED, Evidence, Tally
+from mirror.loss import CAUSES, DAMAGED, MIRROR, NIC, RING, TRUNCATED, Evidence, Tally
 from mirror.roce import MessageSpans, RoceReassembler
 from mirror.spans import HOLE, Spans
 from mirror.tcp import TcpReassembler
@@ -28,6 +28,13 @@ _BLIND = (
     "No acknowledgment of these bytes was seen, so it is not known whether they passed.",
     "mirror both directions of the port: what the receiver acknowledges was lost by the mirror",
 )
+_REFUSED = (
+    "Frames came damaged, and were refused: their checksums are wrong, others of the same connections are right. What "
+    "the trainers received was right, or they would have asked for it again.",
+    "check the mirror's way to this machine: clean or replace optics and cable, compare the error counters of the "
+    "monitor port and of ethtool -S, try another port or adapter",
+)
+_JUDGED = ("ok", "bad", "refused", "unchecked")
 
 
 class Losses:
@@ -145,6 +152,10 @@ class LossReport:
                 if (cause, name) not in self._said:
                     self._said.add((cause, name))
                     news.append(f"loss ({cause}, {size_text(by_cause[cause])} so far): {likely} Do: {remedy}")
+        refused = counters["checksum_refused"] + counters["roce_icrc_refused"]
+        if refused and (DAMAGED, "damaged") not in self._said:  # another copy of all of them came
+            self._said.add((DAMAGED, "damaged"))
+            news.append(f"{refused} frames refused so far, nothing lost by it: {_REFUSED[0]} Do: {_REFUSED[1]}")
         kinds.sort(key=lambda kind: -kind["bytes"])
         self.status = {
             "bytes": by_cause,
@@ -155,6 +166,10 @@ class LossReport:
                 "ring": seen.kernel_drops,
                 "nic": seen.interface_drops,
                 "truncated": counters["cut_by_switch"] + counters["cut_by_snaplen"],
+            },
+            "checksums": {
+                "tcp": {name: counters[f"checksum_{name}"] for name in _JUDGED},
+                "icrc": {name: counters[f"roce_icrc_{name}"] for name in _JUDGED},
             },
             "duplicate_bytes": sum(
                 counters[name] for name in ("duplicate_bytes", "overlap_bytes", "roce_duplicate_bytes")
@@ -171,6 +186,8 @@ def _reasons(cause: str, seen: Seen, here: str) -> list[tuple[str, str, str]]:
     findings: list[Finding] = []
     if cause == TRUNCATED:
         findings = truncation(seen, here)
+    elif cause == DAMAGED:
+        return [("damaged", *_REFUSED)]
     elif cause in (RING, NIC):
         findings = [one for one in drops(seen, here) if (one.name == "kernel-drops") == (cause == RING)]
     elif cause == MIRROR:

@@ -31,6 +31,7 @@ class MarkerLink:
         self._held: deque[str] | None = None
         self._settled: tuple[Connection, str, int] | None = None
         self._failed = False
+        self._ended = False  # the daemon was told which step was the last
 
     @property
     def open(self) -> bool:
@@ -70,12 +71,19 @@ class MarkerLink:
         if groups is not None:
             self.unsent = False
 
-    def close(self, step: int, linger: float) -> None:
-        """Say that `step` was the last one: reductions that follow belong to no step."""
+    def detach(self, step: int) -> bool:
+        """Say that `step` was the last one: reductions that follow belong to no step. Whether the daemon follows."""
         while self._held is not None and self._advance():
             continue
-        if self._connection is not None:
-            self._connection.post(encode("detach", run=self._run, epoch=self._epoch, step=step))
+        if self._connection is None:
+            return False
+        if not self._ended:
+            self._ended = self._connection.post(encode("detach", run=self._run, epoch=self._epoch, step=step))
+        return True
+
+    def close(self, step: int, linger: float) -> None:
+        """`detach`, and close the connection."""
+        if self.detach(step) and self._connection is not None:
             self._connection.close(linger=linger)
             self._connection = None
         if self._settled is not None:  # it joined when it was too late

@@ -21,7 +21,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from flowcheck import __version__
+from flowcheck import __version__, kernels
 from flowcheck.capture import DRAIN_SECONDS, EXPIRE_EVERY, QUIET_SECONDS, RING_DELAY, Reached
 from flowcheck.config import DaemonConfig
 from flowcheck.daemon import account_of, declared_vantages, log, open_journal, open_recorder, open_server, open_sources
@@ -101,6 +101,7 @@ class _Watch:
         self._stop = threading.Event()
         vantages = declared_vantages(config)
         self._observer = Observer(vantage=vantages.table)
+        kernels.announce(log)
         self._observer.warm_up()
         self._sources = open_sources(config, vantages)
         self._recorder = open_recorder(config, self._account)
@@ -193,17 +194,15 @@ class _Watch:
         if self._recorder is not None:
             self._recorder.close()
         if self._journal is not None:
-            self._journal.write(event="summary", **report)
+            self._journal.say(event="summary", **report)
             self._journal.close()
-            if self._journal.problem is not None:
-                log(self._journal.problem)
         print(table(report), flush=True)
 
     def _write(self, finished: Finished) -> None:
         if self._journal is None:
             return
         collective, measured = finished.collective, finished.measured
-        self._journal.write(
+        self._journal.say(
             event="collective",
             group=finished.group,
             tag=collective.tag,
@@ -228,7 +227,8 @@ class _Watch:
         """What `flowcheck status` shows of a daemon without a job, and the report."""
         return {
             "version": __version__, "run": None, "epoch": None, "step": None, "confirmed": None, "exact": None,
-            "reasons": [], "job_step": None, "frozen": None, "lag_ms": None, "copies": 0, "memory_bytes": 0,
+            "reasons": [], "job_step": None, "frozen": None, "unseen": None, "lag_ms": None, "copies": 0,
+            "memory_bytes": 0,
             "coverage": min((group["coverage"] for group in report["groups"] if group["live"]), default=0.0),
             "holes": report["loss"]["hole_bytes"], "packets": report["packets"], "bytes": report["bytes"],
             "drops": report["drops"], "sources": report["sources"], "jobs": [], "failure": None, "observe": report,

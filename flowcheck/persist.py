@@ -24,6 +24,8 @@ from reconstruct.shadow import Pin
 
 STALL_SECONDS = 60.0
 """How long the end of the daemon waits for a write that does not move: a disk may hang for ever."""
+STILL_SECONDS = 10.0
+"""After so long without moving, a status speaks of a write: bringing gigabytes to a slow disk takes its time."""
 
 
 class Persister(threading.Thread):
@@ -120,6 +122,7 @@ class Persister(threading.Thread):
     def run(self) -> None:
         self._act(self.store.sweep)
         while (write := self._work.get()) is not None:
+            self._moves()
             self._writing.set()
             self._act(write)
             self._writing.clear()
@@ -196,6 +199,15 @@ class Persister(threading.Thread):
     def remote_status(self) -> dict[str, Any] | None:
         """What is at the URL of `--store-remote`; None without one."""
         return None if self._uploader is None else self._uploader.status()
+
+    @property
+    def disk(self) -> list[dict[str, Any]]:
+        """What a status says of the disk: an entry as of `LineFile.status` while a write does not move."""
+        still = time.monotonic() - self._moved
+        if not self._writing.is_set() or still < STILL_SECONDS:
+            return []
+        problem = f"a write to it has not moved for {still:.0f} s"
+        return [{"name": f"the store {self.store.root}", "waiting": 1, "missing": 0, "problem": problem}]
 
     def finish(self) -> None:
         """Write what waits, then end the thread; a disk that hangs is waited for `STALL_SECONDS`."""

@@ -16,6 +16,7 @@ from flowcheck import rehearsal
 from flowcheck.description import JobDescription
 from flowcheck.groups import completed, gloo_group, nccl_group, with_setup
 from flowcheck.loss import Losses
+from flowcheck.sight import Sight
 from flowcheck.vantages import Vantages
 from mirror.block import Block, pack
 from mirror.frames import Flows
@@ -39,6 +40,7 @@ _INLINE = 128
 """`Traits.socket_inline` of current releases."""
 MAX_PENDING = 3
 """Steps handed out and not yet applied."""
+_MOST_ROUNDS = 64  # of searches that one feed would take too long for, when the input has ended
 _SETTLED = 200_000_000  # ns without more set-up traffic, after which it is compared with the jobs followed
 
 
@@ -67,18 +69,26 @@ def _planner(pipeline: Pipeline) -> Planner:
 class Pipeline:
     """Frames in, steps out, for any number of jobs at once.
 
-    vantages: declared groups of interfaces and tunnels; nccl_version: of jobs whose description lacks it.
+    vantages: declared groups of interfaces and tunnels; nccl_version: of jobs whose description lacks it;
+    checksums: whether those of TCP and RoCE are verified.
     """
 
     def __init__(
-        self, limits: Limits, waits: Waits, vantages: Vantages | None = None, nccl_version: str | None = None
+        self,
+        limits: Limits,
+        waits: Waits,
+        vantages: Vantages | None = None,
+        nccl_version: str | None = None,
+        checksums: bool = True,
     ) -> None:
         self._vantages = Vantages() if vantages is None else vantages
         self.flows = Flows(limits.flows)
-        self.tcp = TcpReassembler(self.flows, reorder_bytes=limits.reorder, vantage=self._vantages.table)
+        self.tcp = TcpReassembler(
+            self.flows, reorder_bytes=limits.reorder, vantage=self._vantages.table, check_sums=checksums
+        )
         self.gloo = GlooDecoder(self.flows, budget_bytes=limits.landings)
         self.pairs = QueuePairs(limits.flows)
-        self.roce = RoceReassembler(self.pairs, held_bytes=limits.reorder)
+        self.roce = RoceReassembler(self.pairs, held_bytes=limits.reorder, check_icrc=checksums)
         self.tcp.segments.datagrams = self.roce.datagrams  # one walk of the frames fills both
         self.nccl = NcclDecoder(self.pairs, self.roce, budget_bytes=limits.landings)
         self._streams = NcclStreams(self.flows, traits(nccl_version).socket_inline if nccl_version else _INLINE)
@@ -155,6 +165,10 @@ class Pipeline:
             self._decoders.pop(key).remove_group(key)
             self._facts.pop(key, None)
 
+    def sight(self, description: JobDescription) -> Sight:
+        """What is seen of a job from now on."""
+        return Sight(description.group, (self.flows, self.pairs))
+
     @property
     def full(self) -> bool:
         """Whether steps must be applied before more frames are read: the capture ring has to hold these."""
@@ -196,9 +210,11 @@ class Pipeline:
             if messages.holes:
                 self.losses.rdma(messages)
             events = self.nccl.feed(messages, now)
-            while events:  # what was told, such as the layout, may decide what lies behind it
-                self._take(events)
+            rounds = 0
+            while events or (self.nccl.unfinished and rounds < _MOST_ROUNDS):
+                self._take(events)  # what was told, such as the layout, may decide what lies behind it
                 events = self.nccl.feed(self.roce.expire(now), now)
+                rounds += 1
 
     def _bytes(self, spans: Spans, now: int) -> None:
         """Bytes of TCP: gloo's messages, NCCL's set-up, or NCCL's messages."""

@@ -6,6 +6,7 @@ counter. Large things (a description, a snapshot's header, tensors) travel in ch
 under a window, so neither side queues more than `WINDOW` chunks.
 
     attach-begin, attach-text ... -> attach-open; attach-chunk -> attach-credit; attach-commit -> attach-ack
+    between the two, if a checkpoint is named: attach-checkpoint ... -> attach-missing (docs/store.md)
     marker, detach (no reply); layout -> layout-ack
     fetch-begin -> fetch-open; fetch-read -> fetch-data ...; fetch-end
     status -> status-reply; compare -> compare-reply; ping -> pong; any of them -> error
@@ -13,7 +14,7 @@ under a window, so neither side queues more than `WINDOW` chunks.
 Between the daemon and the agents in the trainers nothing is a reply, either may be gone at any time (docs/repair.md):
 
     from an agent: agent-hello, repair-data, repair-refused, compare-data
-    to an agent: repair-ask, repair-cancel, groups-ask, compare-ask, join-ask
+    to an agent: repair-ask, repair-cancel, repair-done, groups-ask, compare-ask, join-ask
 
 A marker's content is checked by `reconstruct.markers`, a layout's by `check_layout`.
 """
@@ -46,6 +47,10 @@ MAX_STEP_BYTES = 256 << 20
 """That a daemon may have copied at the end of one step."""
 MAX_COMPARE = 16 << 20
 """Of the text with the checksums of all tensors."""
+MAX_PATH = 4096
+SUM_BYTES = 16
+"""Of a tensor's checksum in `attach-checkpoint`: xxh3_128 of its bytes in memory order, of all tensors in the order of
+the description."""
 
 HEADER_KEY = "@header"
 """The key under which a fetch reads the snapshot's header, before any tensor."""
@@ -68,6 +73,10 @@ def _object(reader: Reader, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise reader.fail(name, "expected an object")
     return value
+
+
+def _text_or_null(reader: Reader, name: str) -> str | None:
+    return None if reader.raw(name) is None else reader.text(name, 4096)
 
 
 def _run_or_null(reader: Reader, name: str) -> str | None:
@@ -146,6 +155,8 @@ FIELDS: dict[str, dict[str, Check]] = {
     "attach-open": {"session": _SESSION, "run": _RUN},
     "attach-chunk": {"session": _SESSION, "key": _NAMES, "offset": _COUNT, "digest": _DIGEST},
     "attach-credit": {"session": _SESSION, "bytes": _COUNT},
+    "attach-checkpoint": {"session": _SESSION, "path": _text(MAX_PATH), "offset": _COUNT},
+    "attach-missing": {"session": _SESSION, "problem": _text_or_null},
     "attach-commit": {"session": _SESSION},
     "attach-abort": {"session": _SESSION},
     "attach-ack": {"session": _SESSION, "ack": _object},
@@ -194,13 +205,18 @@ FIELDS: dict[str, dict[str, Check]] = {
         "step_bytes": _whole(MAX_STEP_BYTES, 1),
     },
     "repair-cancel": {"numbers": _list(MAX_PARTS, lambda value, path: _size(value, path))},
+    "repair-done": {**_EPOCH_OF, "step": _COUNT},
     "groups-ask": _EPOCH_OF,
     "compare-ask": {**_EPOCH_OF, "ask": _COUNT},
     "join-ask": {"run": _RUN},
+    "notice": {"run": _RUN, "text": _text(4096)},
 }
 
-BINARY = frozenset({"attach-text", "attach-chunk", "fetch-data", "repair-data", "compare-data"})
-"""The types that carry a binary frame after the header."""
+BINARY = frozenset(
+    {"attach-text", "attach-chunk", "attach-checkpoint", "attach-missing", "fetch-data", "repair-data", "compare-data"}
+)
+"""The types that carry a binary frame after the header; that of `attach-missing` has one bit per tensor in the order of
+the description, lowest first: 1 for those that are still to be sent."""
 
 
 def encode(kind: str, /, **fields: Any) -> bytes:
@@ -256,6 +272,12 @@ def check_layout(layout: dict[str, Any]) -> dict[str, Any]:
     if len(result["buckets"]) != len(result["bucket_bytes"]):
         raise reader.fail("bucket_bytes", "not one size per bucket")
     return result
+
+
+def checkpoint_seconds(nbytes: int) -> float:
+    """How long the daemon may read a checkpoint of a job with so many bytes of state before the state is uploaded: the
+    upload would hardly be slower than a disk that needs more."""
+    return min(30.0 + nbytes / (128 << 20), 1800.0)
 
 
 def error_fields(error: FlowcheckError) -> dict[str, str]:

@@ -18,7 +18,8 @@ def status_text(status: Mapping[str, Any]) -> str:
     lines = []
     for job in status["jobs"] or [status]:
         if job["run"] is None:
-            lines.append("no job is attached and the store holds no step")
+            unread = any(disk["problem"] for disk in status.get("disks", ()))
+            lines.append("no job is attached" + ("" if unread else " and the store holds no step"))
             continue
         behind = (job["job_step"] or 0) - job["step"]
         marks = ["confirmed" if job["confirmed"] else "not confirmed"] if job["confirmed"] is not None else []
@@ -31,6 +32,8 @@ def status_text(status: Mapping[str, Any]) -> str:
         )
         if job["frozen"]:
             lines.append(f"  {job['frozen']}")
+        if job["unseen"]:
+            lines.append(f"  {job['unseen']}")
         lines += _unknown(job)
         lines += [f"  not bit-exact: {reason}" for reason in job["reasons"]]
         if job.get("unstored_since") is not None:
@@ -51,14 +54,46 @@ def status_text(status: Mapping[str, Any]) -> str:
     for source in status["sources"]:
         for name, spec in source["faults"].get("specs", {}).items():
             lines.append(f"FAULTS ARE INJECTED into {name}: {spec}: this is a rehearsal")
+    for disk in status.get("disks", ()):
+        if disk["problem"] is not None or disk["missing"]:
+            lines.append(_disk(disk))
     remote = status.get("remote")
     if remote is not None:
         there = "nothing" if remote["step"] is None else f"run {remote['run']} step {remote['step']}"
         behind = "" if remote["problem"] is None else f"; not brought up to date: {remote['problem']}"
         lines.append(f"{remote['url']}: {there}{behind}")
+    lines += _refused(status.get("control", {}), status["version"])
     if status["failure"]:
         lines.append(f"capture failed: {status['failure']}")
     return "\n".join(lines)
+
+
+def _disk(disk: Mapping[str, Any]) -> str:
+    """A file that the daemon writes behind, which lacks lines or does not move."""
+    said = [] if disk["problem"] is None else [disk["problem"]]
+    if disk["missing"]:
+        said.append(f"{disk['missing']} lines are missing")
+    return f"{disk['name']}: {', '.join(said)}: check the disk"
+
+
+def _refused(control: Mapping[str, Any], version: str) -> list[str]:
+    """Who wanted something of the daemon since its start and did not get it, and what to do."""
+    last = {"connections": "-", "messages": "-", **control.get("last_refused", {})}
+    texts = {
+        "refused_connections": "connections of keys that are not authorized, last: {connections}: put the client's "
+        "public key into the daemon's authorized/",
+        "refused_messages": "messages without the right to them, last: {messages}: give that client a key that may "
+        "write, or write rights = \"write\" into its file in authorized/",
+        "bad_handshakes": "connections without a key or with another daemon's: point FLOWCHECK_KEY there to a client's "
+        "file of this daemon",
+        "malformed": "messages that are none or do not fit: run flowcheck {version} there too, and let only the job's "
+        "network reach the port",
+    }
+    return [
+        f"REFUSED: {control[name]} {text.format(**last, version=version)}"
+        for name, text in texts.items()
+        if control.get(name)
+    ]
 
 
 def _unknown(job: Mapping[str, Any]) -> list[str]:

@@ -94,6 +94,7 @@ class Resync:
         self._alarmed = -TOLD_EVERY
         self._not_before = 0  # when to ask next, after an answer that did not fit
         self._asked_groups = -ASK_EVERY
+        self._last: int | None = None  # the trainers have ended with this step, and rank 0 waits for `done`
         self._scheduled = itertools.count(FIRST_COMPARISON)  # numbers of comparisons that nobody waits for
 
     # Events
@@ -141,6 +142,24 @@ class Resync:
         self.comparing.tick(now)
         self._go_on(now)
 
+    def ends(self, step: int) -> None:
+        """The trainers say that `step` was their last: rank 0 still gives what is asked for, until it hears `done`."""
+        self._last = step
+        self._finish()
+
+    def done(self, step: int) -> bool:
+        """Tell rank 0 that nothing more is asked of the state after `step`, its last one. From any thread; whether it
+        is there."""
+        first = self.agents.first()
+        if first is not None:
+            self._tell(first.peer, "repair-done", **self._names, step=step)
+        return first is not None
+
+    def _finish(self) -> None:
+        shadow = self._shadow
+        if self._last is not None and shadow.step >= self._last and shadow.live.known and self.done(self._last):
+            self._last = None
+
     def takes(self, peer: bytes, number: int, key: str, lo: int, hi: int, nbytes: int) -> bool:
         """Whether this is a part that this peer was asked for. From any thread."""
         part = self.agents.answered(peer, number)
@@ -153,6 +172,7 @@ class Resync:
             self.comparing.looked()
         if now >= self._not_before:
             self._ask(now)
+        self._finish()
         self._say(now)
 
     def _ask(self, now: int) -> None:

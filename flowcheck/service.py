@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flowcheck.description import JobDescription, encode_value
 from flowcheck.snapshot import Snapshot
 
 
+@dataclass(frozen=True, slots=True)
+class Seeded:
+    """What a checkpoint gave. missing: for every tensor in the description's order, whether it is still to be uploaded;
+    problem: why any is."""
+
+    missing: list[bool]
+    problem: str | None
+
+
 class AttachSession(Protocol):
-    """One upload: chunks of every tensor of the description, in order and without gaps, then `commit`."""
+    """One upload: chunks of every tensor of the description, in order and without gaps, then `commit`. What was taken
+    from a checkpoint before (`seed`) is left out."""
+
+    def seed(self, path: str, checksums: bytes) -> Future[Seeded]:
+        """Read a checkpoint and take the tensors with these checksums (`protocol.SUM_BYTES` each, in the description's
+        order) from it. Returns at once; no chunk comes and nothing is committed before the result is there."""
 
     def chunk(self, key: str, offset: int, data: memoryview) -> None:
         """Take bytes [offset, offset + len(data)) of tensor `key`. `data` is valid during the call only."""

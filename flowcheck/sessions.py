@@ -15,8 +15,8 @@ import xxhash
 
 from flowcheck.description import DescriptionError, JobDescription, TensorSpec
 from flowcheck.errors import FlowcheckError
-from flowcheck.protocol import CHUNK, HEADER_KEY, MAX_BLOB, WINDOW
-from flowcheck.service import AttachSession, FetchSession
+from flowcheck.protocol import CHUNK, HEADER_KEY, MAX_BLOB, SUM_BYTES, WINDOW
+from flowcheck.service import AttachSession, FetchSession, Seeded
 
 
 def digest(data: Any) -> str:
@@ -25,8 +25,8 @@ def digest(data: Any) -> str:
 
 
 class Upload:
-    """One attach: the description's text, then every tensor in `JobDescription.tensors` order, gapless; a late one has
-    no tensors. job: the token that the job's agents say."""
+    """One attach: the description's text, then every tensor in `JobDescription.tensors` order, gapless, but for those
+    that a checkpoint gave; a late one has no tensors. job: the token that the job's agents say."""
 
     def __init__(self, number: int, now: float, *, bytes: int, digest: str, job: str, late: bool) -> None:
         self.number = number
@@ -38,8 +38,11 @@ class Upload:
         self._expected = bytes
         self._digest = digest
         self._text = bytearray()
+        self._tensors: list[tuple[str, TensorSpec]] = []
         self._rest: deque[tuple[str, TensorSpec]] = deque()
         self._offset = 0
+        self._sums: bytearray | None = bytearray()  # of a checkpoint's tensors; None once it is too late for any
+        self._seeding = False
 
     def text(self, offset: int, data: Any, now: float) -> JobDescription | None:
         """Take a part of the description's text; returns the description once it is whole."""
@@ -54,12 +57,34 @@ class Upload:
             raise DescriptionError("attach-text: the description's checksum differs")
         description = JobDescription.from_json(text)
         if not self.late:
-            self._rest.extend((key, spec) for key, spec in description.tensors() if spec.nbytes)
+            self._tensors = list(description.tensors())
+            self._rest.extend((key, spec) for key, spec in self._tensors if spec.nbytes)
         return description
+
+    def checksums(self, offset: int, data: Any, now: float) -> bytes | None:
+        """Take a part of the checksums that go with a checkpoint; once they are whole, returns them, and `seeded`
+        follows."""
+        whole = SUM_BYTES * len(self._tensors)
+        sums = self._sums
+        if self.session is None or sums is None or offset != len(sums) or not 0 < len(data) <= whole - offset:
+            raise DescriptionError(f"attach-checkpoint.offset: {offset} with {len(data)} bytes is out of order")
+        sums += data
+        self.active = now
+        if len(sums) < whole:
+            return None
+        self._sums, self._seeding = None, True
+        return bytes(sums)
+
+    def seeded(self, found: Seeded, now: float) -> None:
+        """What the checkpoint gave is not expected any more."""
+        pairs = zip(self._tensors, found.missing, strict=True)
+        self._rest = deque((key, spec) for (key, spec), missing in pairs if missing and spec.nbytes)
+        self._seeding = False
+        self.active = now
 
     def chunk(self, key: str, offset: int, checksum: str, data: Any, now: float) -> int:
         """Pass on one chunk; returns its size. A chunk that is out of place or damaged ends the attach."""
-        if self.session is None or self.committing or not self._rest:
+        if self.session is None or self.committing or self._seeding or not self._rest:
             raise DescriptionError(f"attach-chunk: {key!r:.200} is not expected now")
         expected, spec = self._rest[0]
         end = offset + len(data)
@@ -71,6 +96,7 @@ class Upload:
         if digest(data) != checksum:
             raise DescriptionError(f"attach-chunk: the checksum of {key!r} at {offset} differs")
         self.session.chunk(key, offset, memoryview(data))
+        self._sums = None
         self._offset = end
         if end == spec.nbytes:
             self._rest.popleft()
@@ -80,8 +106,9 @@ class Upload:
 
     def ready(self) -> AttachSession:
         """The session to commit, once every byte has arrived."""
-        if self.session is None or self.committing:
+        if self.session is None or self.committing or self._seeding:
             raise DescriptionError("attach-commit: no upload is open")
+        self._sums = None
         if self._rest:
             raise DescriptionError(
                 f"attach-commit: {len(self._rest)} tensors are missing, first {self._rest[0][0]}"
@@ -92,7 +119,10 @@ class Upload:
 
 @dataclass(slots=True)
 class Fetch:
-    """One client's reading of one step; requests wait in `queue`, at most `WINDOW` of them."""
+    """One client's reading of one step; requests wait in `queue`, at most `WINDOW` of them.
+
+    reading: the `read` that is under way, or waits to be sent; blocked: there was no room for it.
+    """
 
     number: int
     session: FetchSession
@@ -101,6 +131,7 @@ class Fetch:
     started: float
     active: float
     queue: deque[tuple[int, str, int, int]] = field(default_factory=deque)
+    reading: Future[tuple[int, memoryview]] | None = None
     blocked: bool = False
 
     @classmethod
@@ -129,6 +160,7 @@ class Fetch:
 
     def sent(self, now: float) -> None:
         self.queue.popleft()
+        self.reading = None
         self.blocked = False
         self.active = now
 

@@ -14,6 +14,7 @@ import ctypes
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ class StepMarker(_Hook):
         self._model: DistributedDataParallel = live.model
         self._group: Any = live.model.process_group
         self._usual = -1  # collectives of the last step
+        self._told = ""  # canaries of the last step
+        self._thread = 0  # that makes steps
         self._fields = _Fields(optimizer)
         # Gradients and parameters of CPU models can be read without a copy or a synchronisation.
         self._sampled = [
@@ -122,6 +125,7 @@ class StepMarker(_Hook):
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.step += 1
+        self._thread = get_ident()
         sequence = self._group._get_sequence_number_for_group()
         collectives, self.sequence = sequence - self.sequence, sequence
         if any(link.open for link in self._links):
@@ -142,7 +146,7 @@ class StepMarker(_Hook):
             self.report("DDP's join() is active: uneven inputs are not supported")
         count = USUAL_CANARIES if collectives == self._usual else MANY_CANARIES
         self._usual = collectives
-        canaries = self._canaries(count) if self._sampled else ""
+        canaries = self._told = self._canaries(count) if self._sampled else ""
         groups: str | None = None
         if any(link.unsent for link in self._links):
             try:
@@ -158,6 +162,25 @@ class StepMarker(_Hook):
         for link in self._links:
             if link.open:
                 link.post(start, self.version, groups if link.unsent else None, end)
+
+    def ended(self) -> list[bool]:
+        """Training has ended, says the thread that calls this: tell all daemons. For each, whether the state may be
+        given to it: it follows the job, this thread is the one that made the steps, so that none can run meanwhile, and
+        nothing shows that the state is another one than at the end of the last step."""
+        following = [link.detach(self.step) for link in self._links]
+        still = self._thread == get_ident() and self.problem is None and self._unchanged()
+        return [follows and still for follows in following]
+
+    def give_all(self, optimizer: Any) -> None:
+        """After `ended`: give what the daemons have asked for."""
+        self._desk.give_all(optimizer, self.step)
+
+    def _unchanged(self) -> bool:
+        """Whether the parameters that the last marker told of are still what they were. That is a sample; elements that
+        were changed and are known to a daemon show there, as an alarm."""
+        parameters = {number: parameter for number, parameter, *_ in self._sampled}
+        told = json.loads(f"[{self._told}]")
+        return all(_element(parameters[number], element) == value for number, element, _, value in told)
 
     def farewell(self, linger: float) -> None:
         """Say that the last step was the last one, and close the connections."""
@@ -189,9 +212,15 @@ class StepMarker(_Hook):
                 bits = f'"{raw.hex()}"'
                 if any(raw):
                     break
-            value = ctypes.string_at(parameter.data_ptr() + element * itemsize, itemsize).hex()
+            value = _element(parameter, element)
             parts.append(f'[{number},{element},{bits},"{value}"]')
         return ",".join(parts)
+
+
+def _element(parameter: torch.Tensor, element: int) -> str:
+    """The bytes of one element of a dense CPU tensor, in memory order, hexadecimal."""
+    itemsize = parameter.element_size()
+    return ctypes.string_at(parameter.data_ptr() + element * itemsize, itemsize).hex()
 
 
 class _Fields:

@@ -332,14 +332,18 @@ class Store(StoreReader[Path]):
     def sweep(self) -> None:
         """Remove the unfinished files of runs that nobody writes; `latest` names a step that is there, or goes."""
         for run in self.runs():
-            with self._guard:
-                if run in self._locks:
-                    continue
+            self.may_write(run)
+
+    def may_write(self, run: str) -> bool:
+        """Whether no other process writes this run; what such a one left is swept. Raises as `open_epoch`."""
+        with self._guard:
+            if run not in self._locks:
                 try:
                     self._lock(run, patience=0)
                 except RunTaken:
-                    continue
+                    return False
                 os.close(self._locks.pop(run))
+            return True
 
     def _lock(self, run: str, patience: float = LOCK_SECONDS) -> None:
         with self._guard:

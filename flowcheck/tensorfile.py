@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -190,9 +190,11 @@ def write_tensors(file: BinaryIO, tensors: Sequence[Named], metadata: dict[str, 
 class RawFile:
     """An open file whose bytes are read, never mapped: where a disk fails, that is an error and not the end of the
     process. Any thread may read. DamagedFile names the file for whatever is wrong with it.
+
+    opened: called with the descriptor of a local file before anything is read; what it raises ends the opening.
     """
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: Place, opened: Callable[[int], None] | None = None) -> None:
         self.path = path
         self._descriptor = -1
         try:
@@ -201,9 +203,15 @@ class RawFile:
             else:
                 # a pipe in the place of a file must not be waited for
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                if opened is not None:
+                    opened(self._descriptor)
                 self.size = os.fstat(self._descriptor).st_size
         except OSError as error:
+            self.close()
             raise self._damaged(error) from None
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, start: int, length: int) -> bytes:
         """Exactly `length` bytes from byte `start` on."""
@@ -271,8 +279,8 @@ class RawFile:
 class TensorFile(RawFile):
     """An open safetensors file and its checked header: its tensors fill it without gap or overlap."""
 
-    def __init__(self, path: Place) -> None:
-        super().__init__(path)
+    def __init__(self, path: Place, opened: Callable[[int], None] | None = None) -> None:
+        super().__init__(path, opened)
         try:
             self.header = self._header()
         except BaseException:

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from flowcheck.errors import FlowcheckError, UsageError
 from flowcheck.latejoin import LateJoin
 from flowcheck.livestate import LiveState
 from flowcheck.markerlink import MARKER_QUEUE, MarkerLink
+from flowcheck.protocol import MAX_PATH
 from flowcheck.stephook import StepCounter, StepMarker
 from flowcheck.supported import Refused, backend_of
 from flowcheck.upload import upload
@@ -43,6 +45,9 @@ COLLECT_S = 300.0
 """How long rank 0 waits for the other ranks to call attach."""
 UPLOAD_S = 3600.0
 LINGER_S = 1.0
+REPAIR_S = 2.0
+"""How long `Handle.close` waits by default for a daemon to fetch what it lacks of the last step."""
+GIVE_EVERY_S = 0.005
 MAX_ENDPOINTS = 8
 
 _handles: weakref.WeakKeyDictionary[Any, Handle] = weakref.WeakKeyDictionary()
@@ -54,7 +59,7 @@ class Handle:
 
     The outcome of the attach itself, whatever daemon joins later: covered: whether the daemon follows this job; reason:
     why not; exact and reasons: whether the daemon's steps are bit-exact, and why not; run and epoch: where the job's
-    steps are found.
+    steps are found; unseen: what to do if no rank sits behind a mirrored port, None unless that is certain already.
     """
 
     def __init__(self, outcome: dict[str, Any], step: int) -> None:
@@ -64,10 +69,12 @@ class Handle:
         self.epoch: int | None = outcome.get("epoch")
         self.exact: bool | None = outcome.get("exact")
         self.reasons: list[str] = outcome.get("reasons", [])
-        self._step = step
+        self.unseen: str | None = outcome.get("unseen")
+        self._step = self._first = step
         self._removers: list[Any] = []
         self._hook: StepMarker | StepCounter | None = None
         self._agents: list[Agent] = []
+        self._optimizer: weakref.ref[Any] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     @property
@@ -85,19 +92,46 @@ class Handle:
         """What this rank was asked for and gave, by daemon's endpoint: see `flowcheck.agent.AgentCounters`."""
         return {agent.endpoint: asdict(agent.counters) for agent in self._agents}
 
-    def close(self) -> None:
-        """Stop sending markers. Waits at most a second for those on the way; safe to call twice."""
+    def close(self, wait: float = REPAIR_S) -> None:
+        """Training is over, or goes on without the daemon: stop sending markers. Safe to call twice.
+
+        Call it after the last step, on the thread that made it, before anything else changes parameters or optimizer
+        state: a daemon that lacks elements of that step gets them from rank 0 now. That takes `wait` seconds at most,
+        and milliseconds where nothing is lacking or the daemon is gone; on other ranks, other threads and where the
+        state is seen to be changed, no time at all. Messages on the way get a second more.
+        """
         self._step = self.step
         for remover in self._removers:
             remover.remove()
         self._removers.clear()
         self.covered = False
+        if self._finalizer is not None and self._finalizer.alive and wait > 0:
+            self._give_last(wait)
         if self._finalizer is not None:
             self._finalizer()
 
+    def _give_last(self, wait: float) -> None:
+        """Rank 0: answer what the daemons ask for after the last step, until they have all of it."""
+        hook, optimizer = self._hook, None if self._optimizer is None else self._optimizer()
+        if not isinstance(hook, StepMarker) or optimizer is None or hook.step == self._first:
+            return
+        waiting = [agent for agent, follows in zip(self._agents, hook.ended(), strict=True) if follows]
+        turns = {agent: agent.turns for agent in waiting}
+        deadline = time.monotonic() + wait
+        while True:
+            hook.give_all(optimizer)
+            waiting = [
+                agent
+                for agent in waiting
+                if agent.look() and agent.done != hook.step and (agent.reachable or agent.turns == turns[agent])
+            ]
+            if not waiting or time.monotonic() > deadline:
+                return
+            time.sleep(GIVE_EVERY_S)
+
     def _follow(self, hook: StepMarker | StepCounter, agents: list[Agent], optimizer: Any, model: Any) -> None:
         """Put the hooks in place and start the agents. model: the live DDP model."""
-        self._hook, self._agents = hook, agents
+        self._hook, self._agents, self._optimizer = hook, agents, weakref.ref(optimizer)
         self._removers.append(optimizer.register_step_post_hook(hook))
         self._removers.append(optimizer.register_step_pre_hook(hook.before))
         if isinstance(hook, StepMarker):
@@ -135,14 +169,18 @@ def attach(
     scheduler: Any = None,
     endpoint: str | None = None,
     run: str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     strict: bool = False,
 ) -> Handle:
     """Have the checkpoint node follow this job. All ranks call it, between loading a checkpoint and the next step.
 
     step: optimizer steps already done; scheduler: an LR scheduler, so that steps whose marker is lost can be
     followed too; endpoint: the daemon's, default FLOWCHECK_ENDPOINT; further ones after commas, of other checkpoint
-    nodes, join while training runs; run: a name for the job's steps, default FLOWCHECK_RUN or "default". Returns the
-    same outcome on every rank, after the first daemon has taken the state.
+    nodes, join while training runs; run: a name for the job's steps, default FLOWCHECK_RUN or "default"; checkpoint:
+    where the job has just loaded this state from, an absolute path as the first daemon sees it: a file of torch.save
+    with {"model": ..., "optimizer": ...}, a folder of torch.distributed.checkpoint or a step of flowcheck's store.
+    Tensors that the daemon finds there with the job's checksums are not uploaded (docs/store.md). Returns the same
+    outcome on every rank, after the first daemon has taken the state.
 
     A job may attach several times; attaching an optimizer again ends its earlier handle.
     Where the job cannot be followed: one warning on rank 0, or with `strict` an error on every rank: UsageError
@@ -152,8 +190,8 @@ def attach(
     with _lock:
         earlier = _handles.pop(optimizer, None) if isinstance(optimizer, torch.optim.Optimizer) else None
     if earlier is not None:
-        earlier.close()
-    attempt = _Attempt(ddp_model, optimizer, step, scheduler, endpoint, run, strict)
+        earlier.close(wait=0)  # a checkpoint may have been loaded since its last step
+    attempt = _Attempt(ddp_model, optimizer, step, scheduler, endpoint, run, checkpoint, strict)
     try:
         handle = attempt.run()
     except BaseException:
@@ -163,6 +201,8 @@ def attach(
         with _lock:
             _handles[optimizer] = handle
     if handle.covered:
+        if handle.unseen is not None and attempt.rank == 0:
+            warnings.warn(f"flowcheck: {handle.unseen}", RuntimeWarning, stacklevel=2)
         return handle
     if strict:
         kind = UsageError if attempt.kind == "UsageError" else FlowcheckError
@@ -183,6 +223,7 @@ class _Attempt:
         scheduler: Any,
         endpoint: str | None,
         run: str | None,
+        checkpoint: str | os.PathLike[str] | None,
         strict: bool,
     ) -> None:
         self.rank = _global_rank()
@@ -193,6 +234,7 @@ class _Attempt:
         self._scheduler = scheduler
         self._endpoint = endpoint or os.environ.get("FLOWCHECK_ENDPOINT")
         self._run = run or os.environ.get("FLOWCHECK_RUN") or "default"
+        self._checkpoint = None if checkpoint is None else os.fspath(checkpoint)
         self._strict = strict
         self._connection: Connection | None = None
         self._live: Live | None = None
@@ -206,6 +248,8 @@ class _Attempt:
             check_run_name(self._run)
             if type(self._step) is not int or self._step < 0:
                 raise Refused(f"step={self._step!r}: give the number of optimizer steps already done")
+            if self._checkpoint is not None and not 0 < len(self._checkpoint) <= MAX_PATH:
+                raise Refused(f"checkpoint={self._checkpoint[:100]!r}: give a path of at most {MAX_PATH} characters")
             self._live = describe(self._model, self._optimizer)
             network = self._network()
         except Exception as error:
@@ -259,7 +303,7 @@ class _Attempt:
         agents: dict[str, Any] = {"run": self._run, "job": secrets.token_hex(8), "endpoints": endpoints}
         try:
             self._connection.request("ping", "pong", _attach_timeout())
-            ack = upload(self._connection, description, agents["job"], self._live.tensors, UPLOAD_S)
+            ack = upload(self._connection, description, agents["job"], self._live.tensors, UPLOAD_S, self._checkpoint)
         except Unreachable as error:
             if self._strict:
                 raise
@@ -270,6 +314,7 @@ class _Attempt:
             "epoch": int(ack["epoch"]),
             "exact": bool(ack.get("exact", True)),
             "reasons": [str(reason) for reason in ack.get("reasons", [])],
+            "unseen": _unseen(ack),
             "agents": agents,
         }
 
@@ -346,6 +391,17 @@ class _Attempt:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _unseen(ack: dict[str, Any]) -> str | None:
+    """What to do where the daemon has watched since before this process began and has seen nothing of its traffic."""
+    unseen = ack.get("unseen")
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    return str(unseen["text"]) if unseen is not None and age < unseen["watched"] else None
 
 
 def _failure(error: Exception) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Rank 0's side of an attach: the description and every tensor to the daemon, in bounded chunks.
+"""Rank 0's side of an attach: the description and every tensor to the daemon, in bounded chunks, but for those that the
+daemon finds in a checkpoint.
 
 At most `WINDOW` chunks are on the way; the daemon's credits open the window again. CUDA tensors are copied chunk by
 chunk, so an upload needs no second copy of the model on either side.
@@ -7,6 +8,7 @@ chunk, so an upload needs no second copy of the model on either side.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +20,11 @@ from flowcheck.connection import Connection
 from flowcheck.describe import memory_view
 from flowcheck.description import JobDescription
 from flowcheck.errors import FlowcheckError
-from flowcheck.protocol import CHUNK, WINDOW
+from flowcheck.livestate import state_checksum
+from flowcheck.protocol import CHUNK, WINDOW, checkpoint_seconds
 from flowcheck.sessions import digest
+
+log = logging.getLogger(__name__)
 
 STALL_S = 30.0
 """Without any answer for so long, an upload is given up."""
@@ -28,16 +33,25 @@ COMMIT_S = 120.0
 
 
 def upload(
-    connection: Connection, description: JobDescription, job: str, tensors: dict[str, torch.Tensor], limit_s: float
+    connection: Connection,
+    description: JobDescription,
+    job: str,
+    tensors: dict[str, torch.Tensor],
+    limit_s: float,
+    checkpoint: str | None = None,
 ) -> dict[str, Any]:
     """Attach: returns the daemon's ack {"run", "epoch", "exact", "reasons", ...}.
 
-    job: the token by which the job's agents are known; tensors: by key, in the order of `description.tensors()`.
+    job: the token by which the job's agents are known; tensors: by key, in the order of `description.tensors()`;
+    checkpoint: a path as the daemon sees it, from which it takes those that have the trainer's checksums.
     Raises the daemon's refusal, or Unreachable when it falls silent, or FlowcheckError after `limit_s` seconds
     altogether.
     """
     deadline = time.monotonic() + limit_s
+    sums = b"" if checkpoint is None else _sums(description, tensors)
     session = _open(connection, description, job, late=False)
+    if checkpoint is not None:
+        tensors = _missing(connection, session, checkpoint, sums, tensors)
     waiting = 0
     for key, offset, data in _chunks(tensors):
         if time.monotonic() > deadline:
@@ -66,6 +80,31 @@ def _open(connection: Connection, description: JobDescription, job: str, late: b
         connection.send("attach-text", text[offset : offset + CHUNK], offset=offset)
     session: int = connection.receive("attach-open", timeout=COMMIT_S)[1]["session"]
     return session
+
+
+def _sums(description: JobDescription, tensors: dict[str, torch.Tensor]) -> bytes:
+    return b"".join(bytes.fromhex(state_checksum(tensors[key])) for key, _ in description.tensors())
+
+
+def _missing(
+    connection: Connection, session: int, checkpoint: str, sums: bytes, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Have the daemon take what it can from a checkpoint; the tensors that are still to be sent."""
+    for offset in range(0, len(sums), CHUNK):
+        part = sums[offset : offset + CHUNK]
+        connection.send("attach-checkpoint", part, STALL_S, session=session, path=checkpoint, offset=offset)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    _, found, bits = connection.receive("attach-missing", timeout=checkpoint_seconds(nbytes) + STALL_S)
+    if len(bits) != -(-len(tensors) // 8):
+        raise FlowcheckError(f"the daemon at {connection.endpoint} told of {8 * len(bits)} tensors, not {len(tensors)}")
+    missing = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").tolist()
+    left = {key: tensor for (key, tensor), bit in zip(tensors.items(), missing, strict=False) if bit}
+    if left:
+        text = "flowcheck: %d of %d tensors are uploaded that the daemon did not find in %s: %s"
+        log.warning(text, len(left), len(tensors), checkpoint, found["problem"])
+    else:
+        log.info("flowcheck: the daemon took all %d tensors from %s", len(tensors), checkpoint)
+    return left
 
 
 def _commit(connection: Connection, session: int) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A step's files go first, each compared with its checksum while it is read, then its manifest, last `latest`: whoever
 reads the URL sees whole steps only. What fails is tried again with growing pauses, for as long as it takes; meanwhile
-only the newest step of each run waits, so a remote that is slow or gone costs neither memory nor time here.
+only the newest step of each run waits, so a remote that is slow or gone costs neither memory nor time here. When it
+starts, the last steps that an earlier daemon could not bring there follow, newest first, while nothing newer waits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from flowcheck.catchup import CLAIMED, Place, foreign, forget_wrong, lacking, note_wrong
 from flowcheck.durable import Aborted
 from flowcheck.errors import FlowcheckError, VerificationFailed
 from flowcheck.manifest import MANIFEST, Manifest
@@ -30,8 +32,6 @@ STALL_SECONDS = 60.0
 """How long the end of the daemon waits for an upload that does not move."""
 MAX_WORK = 256
 """Epochs that something is to be done for; beyond this the oldest is given up."""
-CLAIMED = ".uploaded"
-"""Lies in the local folder of an epoch whose remote folder this store has made."""
 
 
 class Conflict(FlowcheckError):
@@ -66,11 +66,12 @@ class Uploader(threading.Thread):
         self._report = report
         self._changed = threading.Condition()
         self._work: dict[tuple[str, int], _Work] = {}
+        self._backlog: list[Place] = []  # of earlier daemons
         self._ending = False
         self._known = False  # whether the epochs at the URL were listed
         self._claimed: set[tuple[str, int]] = set()
         self._moved = time.monotonic()
-        self._done: tuple[str, int, int, float] | None = None  # run, epoch, step, when
+        self._done: tuple[str, int, int, float | None] | None = None  # run, epoch, step, when it came there if here
         self._problem: tuple[float, str] | None = None  # since when, what
 
     # called on any thread
@@ -90,6 +91,9 @@ class Uploader(threading.Thread):
             work.wrong_from = first if work.wrong_from is None else min(first, work.wrong_from)
             if work.step is not None and work.step >= first:
                 work.step = None
+            self._backlog = [place for place in self._backlog if place[:2] != (run, epoch) or place[2] < first]
+            wrong_from = work.wrong_from
+        note_wrong(self._store.epoch_folder(run, epoch), wrong_from)
 
     def doubt(self, run: str, epoch: int, after: int, reason: str) -> None:
         """Steps of an epoch after `after` may be wrong: their manifests must say so."""
@@ -109,6 +113,7 @@ class Uploader(threading.Thread):
         with self._changed:
             done, problem = self._done, self._problem
             waiting = [f"{run}/e{epoch}" for (run, epoch), work in self._work.items() if not work.idle]
+            waiting += [f"{run}/e{epoch}/step-{step}" for run, epoch, step in self._backlog]
         return {
             "url": str(self._root),
             "run": None if done is None else done[0],
@@ -124,6 +129,7 @@ class Uploader(threading.Thread):
         """Upload what waits, as long as that moves, then end."""
         with self._changed:
             self._ending = True
+            self._backlog.clear()  # the next daemon finds it again
             self._moved = time.monotonic()
             self._changed.notify_all()
         while self.is_alive() and time.monotonic() - self._moved < STALL_SECONDS:
@@ -138,20 +144,26 @@ class Uploader(threading.Thread):
         pause = FIRST_PAUSE
         while True:
             with self._changed:
-                while self._known and not self._ending and all(work.idle for work in self._work.values()):
+                while self._known and not self._ending and not self._backlog and self._next() is None:
                     self._changed.wait()
-                key = next((key for key, work in self._work.items() if not work.idle), None)
+                key = self._next()
                 if key is None and self._ending:
                     return
             try:
                 if not self._known:
                     self._list()
+                with self._changed:
+                    key, late = self._next(), next(iter(self._backlog), None)
                 if key is not None:
                     self._do(*key)
+                elif late is not None:
+                    key = late[:2]
+                    self._resume(*late)
             except Conflict as error:  # trying again would not help
                 self._report(f"{self._root}: {error}")
                 with self._changed:
                     self._work = {other: work for other, work in self._work.items() if other != key}
+                    self._backlog = [place for place in self._backlog if place[:2] != key]
             except Aborted:
                 continue
             except Exception as error:  # whatever a cloud's package raises
@@ -164,6 +176,10 @@ class Uploader(threading.Thread):
             else:
                 pause = FIRST_PAUSE
                 self._passed()
+
+    def _next(self) -> tuple[str, int] | None:
+        """The epoch for which something is to be done first."""
+        return next((key for key, work in self._work.items() if not work.idle), None)
 
     def _failed(self, error: Exception) -> None:
         text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
@@ -183,7 +199,30 @@ class Uploader(threading.Thread):
         """The epochs that are at the URL already: those of a store that was lost must not be mixed with new ones."""
         for run in self._remote.runs():
             self._store.reserve(run, max(self._remote.epochs(run)))
+        found = lacking(self._store, self._remote, self._keep)
+        with self._changed:
+            self._backlog = [] if self._ending else found.steps
+            for (run, epoch), first in found.wrong.items():
+                work = self._of(run, epoch)
+                work.wrong_from = first if work.wrong_from is None else min(first, work.wrong_from)
+            if self._done is None and found.there is not None:
+                self._done = *found.there, None
         self._known = True
+
+    def _resume(self, run: str, epoch: int, step: int) -> None:
+        """Bring a step of an earlier daemon there, unless enough newer ones of its epoch are there by now."""
+        newer = [stored for stored in self._remote.steps(run, epoch) if stored > step]
+        if sum(self._is_step(run, epoch, stored) for stored in newer) < self._keep:
+            self._claim(run, epoch)
+            self._upload_right(run, epoch, step)
+        with self._changed:
+            self._backlog = [place for place in self._backlog if place != (run, epoch, step)]
+
+    def _upload_right(self, run: str, epoch: int, step: int) -> None:
+        try:
+            self._upload(run, epoch, step)
+        except VerificationFailed as error:  # the local copy is damaged: a newer step will take its place
+            self._report(f"{self._root}: {error}; step {step} is not uploaded")
 
     def _do(self, run: str, epoch: int) -> None:
         """All that is to be done for an epoch. What is done is taken off, unless it has changed meanwhile."""
@@ -195,10 +234,7 @@ class Uploader(threading.Thread):
             steps = self._remote.steps(run, epoch)
             self._drop(run, epoch, [stored for stored in steps if stored >= wrong_from])
         if step is not None:
-            try:
-                self._upload(run, epoch, step)
-            except VerificationFailed as error:  # the local copy is damaged: a newer step will take its place
-                self._report(f"{self._root}: {error}; step {step} is not uploaded")
+            self._upload_right(run, epoch, step)
         if doubt is not None:
             self._say_doubt(run, epoch, *doubt)
         with self._changed:
@@ -206,6 +242,8 @@ class Uploader(threading.Thread):
                 work.step = None
             if work.wrong_from == wrong_from:
                 work.wrong_from = None
+                if wrong_from is not None:
+                    forget_wrong(self._store.epoch_folder(run, epoch))
             if work.doubt == doubt:
                 work.doubt = None
             if work.idle:
@@ -217,10 +255,11 @@ class Uploader(threading.Thread):
             return
         mark = self._store.epoch_folder(run, epoch) / CLAIMED
         there = self._remote.epochs(run)
-        if not mark.exists() and there and there[-1] >= epoch:
+        others = foreign(self._store, run, there)
+        if not mark.exists() and others >= epoch:
             self._store.reserve(run, there[-1])
             raise Conflict(
-                f"holds epoch {there[-1]} of run {run}, which another store wrote; epoch {epoch} is not uploaded: "
+                f"holds epoch {others} of run {run}, which another store wrote; epoch {epoch} is not uploaded: "
                 "attach again, or use another URL or run name"
             )
         for old in there:
@@ -249,6 +288,9 @@ class Uploader(threading.Thread):
             if self._is_step(run, epoch, step):
                 if (target / MANIFEST).read_at(0, len(text) + 1) == text:
                     return self._point(run, epoch, step)
+                if self._only_said(target / MANIFEST, manifest):
+                    (target / MANIFEST).replace(text)
+                    return self._point(run, epoch, step)
                 (target / MANIFEST).remove()
             for name, file in files.items():
                 checksum = xxhash.xxh3_128()
@@ -261,11 +303,19 @@ class Uploader(threading.Thread):
             (target / MANIFEST).replace(text)
         self._point(run, epoch, step)
         with self._changed:
-            self._done = run, epoch, step, time.time()
-        steps = [s for s in self._remote.steps(run, epoch) if s < step]
-        whole = [s for s in steps if self._is_step(run, epoch, s)]
-        kept = whole[max(0, len(whole) - self._keep + 1) :]
-        self._drop(run, epoch, [s for s in steps if s not in kept])
+            if self._done is None or self._done[0] != run or self._done[1:3] < (epoch, step):
+                self._done = run, epoch, step, time.time()
+        steps = self._remote.steps(run, epoch)
+        kept = [s for s in steps if self._is_step(run, epoch, s)][-max(1, self._keep) :]
+        self._drop(run, epoch, [s for s in steps if s < kept[-1] and s not in kept])
+
+    @staticmethod
+    def _only_said(there: RemotePath, manifest: Manifest) -> bool:
+        """Whether the step that is there differs in what is said of it alone, as one that was doubted here since."""
+        try:
+            return Manifest.read(there).files == manifest.files
+        except DamagedFile:
+            return False
 
     def _chunks(self, run: str, epoch: int, step: int, file: RawFile, checksum: Any) -> Iterator[bytes]:
         """The bytes of a file, into its checksum too. Aborted once the step is known to be wrong."""
@@ -286,7 +336,7 @@ class Uploader(threading.Thread):
         self._check_right(run, epoch, step)
         path = self._root / run / LATEST
         named = self._named(path)
-        if named is None or named[0] <= epoch:
+        if named is None or named <= (epoch, step) or not self._is_step(run, *named):
             path.replace(f"e{epoch}/step-{step}\n".encode())
 
     def _named(self, path: RemotePath) -> tuple[int, int] | None:

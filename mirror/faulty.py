@@ -137,6 +137,7 @@ class FaultSource:
             place[moved[there]] = 3 * rows[index[there]] + 1
         moved = np.flatnonzero(every[_DUE] > 0)
         index = np.searchsorted(reached, every[_DUE, moved])
+        every[_DUE, moved[3 * index <= place[moved]]] = 0  # overdue: it stays in place, before its copy
         place[moved] = np.where(index < n, np.maximum(3 * index - 1, place[moved]), _NEVER)
         if n:
             waiting.newest = int(reached[-1])

@@ -8,7 +8,7 @@ A datagram put together wrongly would be silently wrong data: switches send all 
 identification, so that the halves of two datagrams fit when one half of each was lost. Hence
 * what overlaps in another way than as an equal copy voids what was collected;
 * what is collected is void after MAX_AGE;
-* the caller proves the inner packet (`checksum_fits`, `icrc_fits`) before it believes it.
+* the caller proves the inner packet (TCP checksum, `icrc_fits`) before it believes it.
 
 Sources: RFC 791, 815, 4963, 5722, 6864, 8200.
 """
@@ -22,11 +22,11 @@ import numpy as np
 
 from mirror.flows import mix
 from mirror.internal import internal
-from mirror.memory import address_of, copy, equal, int64s_at, load_be16, load_u8, rows_at
+from mirror.memory import address_of, copy, equal, int64s_at, load_be16, rows_at
 from mirror.roce_wire import icrc
 
 __all__ = [
-    "FRAGMENT_TABLE", "FragmentTable", "Fragments", "checksum_fits", "fragment_table", "icrc_fits", "renew", "take",
+    "FRAGMENT_TABLE", "FragmentTable", "Fragments", "fragment_table", "icrc_fits", "renew", "take",
 ]
 
 MAX_AGE = 1_000_000_000  # ns of frame time
@@ -195,24 +195,6 @@ def take(table: FragmentTable, a: int, b: int, c: int, d: int, where: int, ident
     meta[_FILLED] += (total + 63) & ~63
     meta[_JOINED] += 1
     return target, total
-
-
-@internal()
-def checksum_fits(a: int, b: int, c: int, d: int, protocol: int, address: int, length: int) -> bool:
-    """Whether the TCP or UDP checksum of the `length` bytes at `address` is right (RFC 9293, 3.1; RFC 8200, 8.1)."""
-    if a == 0 and b >> 32 == 0xFFFF:
-        b &= 0xFFFFFFFF
-        d &= 0xFFFFFFFF
-    total = protocol + length
-    for word in (a, b, c, d):
-        total += (word & 0xFFFF) + (word >> 16 & 0xFFFF) + (word >> 32 & 0xFFFF) + (word >> 48 & 0xFFFF)
-    for offset in range(0, length - 1, 2):
-        total += load_be16(address + offset)
-    if length & 1:
-        total += load_u8(address + length - 1) << 8
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    return total == 0xFFFF
 
 
 @internal()

@@ -1,8 +1,16 @@
 """Frames to TCP segments: one kernel over a whole block.
 
 Every frame is walked from its link header to its TCP header, and what the frame says is written to `Segments`, one
-row per TCP segment; all else is counted by reason. The payload is not touched, and checksums are not verified:
-a mirror of a port with checksum offload shows wrong ones in perfectly good frames.
+row per TCP segment; all else is counted by reason.
+
+The checksum of every TCP segment with payload is verified here, if that is wanted, and what it came to goes with the
+segment (SUM_RIGHT, SUM_WRONG). What a wrong one means is for `mirror.tcp_sums`, which knows the flow: a mirror of a
+port with checksum offload shows wrong ones in perfectly good frames. There is nothing to verify, and neither is set,
+where
+* the payload is not all here, or its length is not told (segmentation offload, BIG TCP);
+* the field waits for an adapter to fill it in (`mirror.checksum.OFFLOADED`): what a host sends itself, with checksum
+  offload, and what its kernel merged out of segments that it had verified (GRO);
+* the IP header has options or extension headers: a source route changes what the checksum is taken over.
 
 Rules where frames lie or are cut:
 * The length of a payload comes from the IP header, so trailing Ethernet padding is no data, and a frame cut by the
@@ -30,9 +38,10 @@ import numpy as np
 from numba import njit
 
 from mirror.block import Block
+from mirror.checksum import RIGHT, WRONG, tcp_checksum
 from mirror.decap import IPV4, IPV6, KINDS, MAX_TAGS, NO_TUNNEL, NOT_HERE, TTAG, gre, ttag, vxlan
 from mirror.flows import EPOCH, FLOW_TABLE, SEED, Flows, add, find, flow_table, mix
-from mirror.fragments import FRAGMENT_TABLE, Fragments, checksum_fits, fragment_table, icrc_fits, renew, take
+from mirror.fragments import FRAGMENT_TABLE, Fragments, fragment_table, icrc_fits, renew, take
 from mirror.headers import ETHERNET, LINKTYPES, ipv6_transport, link, plain_udp
 from mirror.internal import internal
 from mirror.memory import (
@@ -74,7 +83,9 @@ COUNTERS = (
  TTAGGED) = range(len(COUNTERS) - len(KINDS) + 1)
 
 FIN, SYN, RST, ACK = 0x01, 0x02, 0x04, 0x10
-RECYCLED = 0x1000  # not on the wire: the flow id was taken from another flow; what is known of it is void
+# Not on the wire. RECYCLED: the flow id was taken from another flow, what is known of it is void; and what the checksum
+# came to, of segments with payload.
+RECYCLED, SUM_RIGHT, SUM_WRONG = 0x1000, 0x2000, 0x4000
 
 _TCP, _UDP, _GRE = 6, 17, 47
 _ROCE_PORT = 4791  # destination port of RoCEv2 (IBTA annex A17); the source port is arbitrary
@@ -108,7 +119,7 @@ class Segments:
     flow: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     """int32: id in the flow table."""
     flags: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    """int32: TCP flags, plus RECYCLED."""
+    """int32: TCP flags, plus RECYCLED, SUM_RIGHT or SUM_WRONG."""
     numbers: np.ndarray = field(default_factory=lambda: np.empty((0, 6), np.int64))
     """int64[n, 6]: sequence number, acknowledgment number, address of the payload, bytes present, bytes on the
     wire, capture time in ns."""
@@ -117,6 +128,8 @@ class Segments:
     datagrams: Datagrams | None = None
     """Filled by the same walk where it is given; without it RoCE counts as "other_ip"."""
 
+    check_sums: bool = False
+    """Whether to verify the checksums of TCP."""
     vantage: Vantage = field(default_factory=Vantage)
     """Groups of interfaces and tunnels, and the tunnels seen."""
     fragments: Fragments = field(default_factory=Fragments)
@@ -178,7 +191,7 @@ def tally(strange: np.ndarray, code: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen: np.ndarray, ts: np.ndarray,
-           vlan: np.ndarray, vantage: int, linktype: int, where: np.ndarray) -> tuple[int, int]:
+           vlan: np.ndarray, vantage: int, linktype: int, check: bool, where: np.ndarray) -> tuple[int, int]:
     table, tunnels = flow_table(where, 0), tunnel_table(where, FLOW_TABLE)
     fragments = fragment_table(where, FLOW_TABLE + TUNNEL_TABLE)
     rest = where[FLOW_TABLE + TUNNEL_TABLE + FRAGMENT_TABLE :]
@@ -351,7 +364,8 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
             counters[QINQ] += stacked
         if reason != _PLAIN:
             if reason == _JOINED and protocol == _TCP and (
-                    end < limit or not checksum_fits(a, b, c, d, _TCP, transport, limit - transport)):
+                    end < limit or limit - transport < 20
+                    or tcp_checksum(a, b, c, d, transport, limit - transport) != RIGHT):
                 reason = UNPROVEN
             if reason >= 0:
                 counters[reason] += 1
@@ -398,8 +412,12 @@ def _parse(base: int, size: int, offset: np.ndarray, caplen: np.ndarray, wirelen
         carried += length
         if present < length:
             counters[TRUNCATED] += 1
+        summed = 0
+        if check and 0 < length == present and total and transport - position == (20 if ethertype == IPV4 else 40):
+            verdict = tcp_checksum(a, b, c, d, transport, limit - transport)
+            summed = SUM_RIGHT if verdict == RIGHT else SUM_WRONG if verdict == WRONG else 0
         flow_out[rows] = flow
-        flags_out[rows] = load_u8(transport + 13) | (RECYCLED if recycled else 0)
+        flags_out[rows] = load_u8(transport + 13) | (RECYCLED if recycled else 0) | summed
         numbers[rows, 0] = load_be32(transport + 4)
         numbers[rows, 1] = load_be32(transport + 8)
         numbers[rows, 2] = payload
@@ -437,7 +455,8 @@ def parse(block: Block, flows: Flows, segments: Segments) -> int:
         if segments._base[0] is not block.base:
             segments._base = block.base, address_of(block.base)
         segments.n, roce = _parse(segments._base[1], block.base.size, block.offset, block.caplen, block.wirelen,
-                                  block.ts, block.vlan, block.vantage, block.linktype, segments.handle(flows))
+                                  block.ts, block.vlan, block.vantage, block.linktype, segments.check_sums,
+                                  segments.handle(flows))
         if datagrams is not None:
             datagrams.n = roce
     return segments.n

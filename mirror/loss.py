@@ -3,6 +3,7 @@
 Every hole has one cause, the first of these that is shown (docs/loss.md):
 
     truncated   a frame that carried the bytes came, and they were cut off
+    damaged     a frame that carried the bytes came, and was refused because its checksum was wrong
     ring        the kernel found no room in the capture ring between the frames on both sides of the hole
     nic         the drop counters of the interface rose in that time
     mirror      the receiver acknowledged the bytes, so they passed, and nothing was lost on this machine
@@ -16,13 +17,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mirror.spans import CUT, HOLE, PROVEN, Spans
+from mirror.spans import CUT, HOLE, PROVEN, REFUSED, Spans
 
-__all__ = ["CAUSES", "MIRROR", "NIC", "NOTHING_KNOWN", "RING", "TRUNCATED", "UNKNOWN", "Evidence", "Tally", "Why"]
+__all__ = [
+    "CAUSES", "DAMAGED", "MIRROR", "NIC", "NOTHING_KNOWN", "RING", "TRUNCATED", "UNKNOWN", "Evidence", "Tally", "Why",
+]  # fmt: skip
 
-CAUSES = ("truncated", "ring", "nic", "mirror", "unknown")
+CAUSES = ("truncated", "damaged", "ring", "nic", "mirror", "unknown")
 """The first one that is shown is the cause."""
-TRUNCATED, RING, NIC, MIRROR, UNKNOWN = CAUSES
+TRUNCATED, DAMAGED, RING, NIC, MIRROR, UNKNOWN = CAUSES
 
 _MOST_WINDOWS = 1 << 12
 _JOIN = 1_000_000
@@ -104,6 +107,7 @@ class Evidence:
                     windows = self._windows.get((cause, carrier))
                     if windows is not None:
                         found[(vantage == group) & windows.overlap(low, high)] = CAUSES.index(cause)
+        found[known & REFUSED != 0] = CAUSES.index(DAMAGED)
         found[known & CUT != 0] = CAUSES.index(TRUNCATED)
         return found
 

@@ -22,7 +22,7 @@ from mirror.internal import internal
 
 __all__ = [
     "address_of", "copy", "equal", "handle", "int32s_at", "int64s_at", "load_be16", "load_be32", "load_u8", "load_u16",
-    "load_u32", "load_u64", "prefetch", "rows_at", "store_u8", "store_u32", "store_u64", "uint8s_at",
+    "load_u32", "load_u64", "prefetch", "rows_at", "store_u8", "store_u32", "store_u64", "uint8s_at", "uint32s_at",
 ]
 
 _BYTE_POINTER = ir.IntType(8).as_pointer()
@@ -188,3 +188,9 @@ def int32s_at(address: int, count: int) -> np.ndarray:
 def uint8s_at(address: int, count: int) -> np.ndarray:
     """uint8[count] at an address, not owned."""
     return carray(_pointer(address), (count,), np.uint8)
+
+
+@internal()
+def uint32s_at(address: int, count: int) -> np.ndarray:
+    """uint32[count] at an address, which may be odd; native order, not owned."""
+    return carray(_pointer(address), (count,), np.uint32)

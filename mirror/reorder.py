@@ -23,7 +23,8 @@ CELL = 4096
 # Columns of a flow's row. Offsets are stream offsets (64 bit); while PENDING they are biased, see mirror.tcp_kernel.
 (STATE, BASE, NEXT, END, ACKED, WAITING, SEEN, FINAL,       # the first cache line: all that a segment in order needs
  TAIL, CURSOR, GAP_TS, SNAP, SNAP_TS, OLD_ACK, HINT, FLAGS,
- STRANGER, WAIT_NEXT, WAIT_PREV, HEAD, CUTS, CUTS_TAIL) = range(22)
+ STRANGER, WAIT_NEXT, WAIT_PREV, HEAD, CUTS, CUTS_TAIL,
+ TRUST, LONGEST) = range(24)                                # of checksums, see mirror.tcp_sums
 COLUMNS = 24                                                # whole cache lines
 
 # Columns of a cell.
@@ -35,10 +36,11 @@ SPANS, CLOCK, REVIEWED, FREE, USED, SPENT_HEAD, SPENT_TAIL, WAIT_HEAD, WAIT_TAIL
 COUNTERS = (
     "delivered_bytes", "duplicate_bytes", "out_of_order", "overlap_bytes", "holes", "hole_bytes", "conflicts",
     "probes", "opened", "opened_midstream", "closed", "reset", "before_start", "strangers", "repositioned",
-    "no_room", "gaps_forced",
+    "no_room", "gaps_forced", "checksum_ok", "checksum_bad", "checksum_unchecked", "checksum_refused",
 )
 (DELIVERED, DUPLICATES, OUT_OF_ORDER, OVERLAP, HOLES, HOLE_BYTES, CONFLICTS, PROBES, OPENED, MIDSTREAM, CLOSED_FIN,
- CLOSED_RST, BEFORE_START, STRANGERS, REPOSITIONED, NO_ROOM, FORCED) = range(len(COUNTERS))
+ CLOSED_RST, BEFORE_START, STRANGERS, REPOSITIONED, NO_ROOM, FORCED, SUM_OK, SUM_BAD, SUM_UNCHECKED,
+ SUM_REFUSED) = range(len(COUNTERS))
 
 
 class Machine(NamedTuple):

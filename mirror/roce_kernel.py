@@ -37,8 +37,8 @@ from mirror.roce_state import (
     begin_call,
     machine,
 )
-from mirror.roce_stream import MASK, request, response
-from mirror.roce_wire import ACKNOWLEDGE, CLASS, HEADERS, RESPONSE, icrc
+from mirror.roce_stream import MASK, refused, request, response
+from mirror.roce_wire import ACKNOWLEDGE, CLASS, HEADERS, RESPONSE, SEND, WRITE, icrc
 
 REVIEW_EVERY = 1_000_000                 # ns of frame time between two looks at the waiting list
 _CNP = 0x81
@@ -103,9 +103,9 @@ def feed(where: np.ndarray, datagrams: np.ndarray, n: int, now: int, check: bool
     cells = m.cells.shape[0]
     rows, following = datagrams.ctypes.data, 0
     while following < n:
-        if not check and load_u8(datagrams[following, 1] + 8) == MIDDLE:
+        if load_u8(datagrams[following, 1] + 8) == MIDDLE:
             following, clock = run(m, state.ctypes.data, messages.ctypes.data, key.ctypes.data, recent, rows,
-                                   following, n, clock, now)
+                                   following, n, clock, now, check)
             if following == n:
                 break
         i = following
@@ -156,7 +156,11 @@ def feed(where: np.ndarray, datagrams: np.ndarray, n: int, now: int, check: bool
                 recent[pair & 255] = flow
             else:
                 flow = _add(m, table, h, a, b, c, d, e, load_be16(udp), ts)
-        if flow < 0 or (check and not _checked(m, flow, ip, udp, stop, end)):
+        if flow < 0:
+            continue
+        if check and not _checked(m, flow, ip, udp, stop, end):
+            if kind in (SEND, WRITE):
+                refused(m, flow, psn, ts)
             continue
         counters[PACKETS] += 1
         whole = end - payload >= length

@@ -31,6 +31,7 @@ from mirror.roce_pool import at_or_before, begin, deliver, find, finish, hole_in
 from mirror.roce_spans import CLOSE
 from mirror.roce_state import (
     ACKS,
+    BAD,
     CELL,
     CURRENT,
     CURSOR,
@@ -85,7 +86,7 @@ from mirror.roce_state import (
     wait,
 )
 from mirror.roce_wire import CLASS, LAST, PART, READ
-from mirror.spans import CUT, PROVEN
+from mirror.spans import CUT, PROVEN, REFUSED
 
 FAR_BACK = 1 << 16                       # packets: no retry reaches further back
 
@@ -172,7 +173,7 @@ def give_up(m: Machine, flow: int, node: int, ts: int) -> None:
     row, messages, gaps = m.state[flow], m.messages, m.gaps
     gaps[node, G_FLAGS] |= GIVEN
     start, end, since, noticed = gaps[node, G_START], gaps[node, G_END], gaps[node, G_SINCE], gaps[node, G_TS]
-    known = CUT if gaps[node, G_FLAGS] & SHORT else 0
+    known = CUT if gaps[node, G_FLAGS] & SHORT else REFUSED if gaps[node, G_FLAGS] & BAD else 0
     if end <= row[ACKED]:
         known |= PROVEN
     if gaps[node, G_FLAGS] & QUIET == 0:

@@ -3,7 +3,7 @@
 Nearly all packets of a busy link are. For them `run` does what `mirror.roce_stream.request` would do, on addresses and
 in a loop of its own that is small enough for the processor's registers; at the first packet of any other kind it
 stops, having changed nothing of that one. All checks are here too: opcode, version, pad, UDP length, flow, packet
-number, payload length, presence.
+number, payload length, presence, the invariant CRC.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from mirror.reorder import NEXT, SPANS
 from mirror.roce_spans import DATA
 from mirror.roce_state import (
     COLUMNS,
+    CRC_OK,
     CURRENT,
     CURRENT_FIRST,
     CURRENT_LAST,
+    ICRC_OK,
     M_COLUMNS,
     M_GOT,
     M_TS,
@@ -29,6 +31,7 @@ from mirror.roce_state import (
     SEEN_TS,
     Machine,
 )
+from mirror.roce_wire import icrc
 
 __all__ = ["MIDDLE", "run"]
 
@@ -41,11 +44,11 @@ _KEY = 48                                # bytes of a flow's key and of a row of
 
 @internal()
 def run(m: Machine, state: int, messages: int, key: int, recent: np.ndarray, rows: int, i: int, n: int,
-        clock: int, now: int) -> tuple[int, int]:
+        clock: int, now: int, check: bool) -> tuple[int, int]:
     """Take rows i..n of Datagrams as far as they are such packets; returns the first that is not, and the clock.
 
     state, messages, key, rows: addresses of the arrays of that name; recent: flow last found, by the low 8 bits of the
-    queue pair's number, -1 if none was.
+    queue pair's number, -1 if none was; check: whether to verify the CRC.
     """
     first, carried, at = i, 0, m.meta[SPANS]
     stop = min(n, i + m.room - at)
@@ -78,8 +81,12 @@ def run(m: Machine, state: int, messages: int, key: int, recent: np.ndarray, row
         payload = udp + _HEADERS
         if (slot < 0 or (load_be32(udp + 16) - number) & _MASK or number >= load_u64(row + 8 * CURRENT_LAST)
                 or load_be16(udp + 4) != mtu + _HEADERS + 4 or payload + mtu + 4 > load_u64(datagram + 24)
-                or payload + mtu > end):
+                or payload + mtu + (4 if check else 0) > end):
             break
+        if check:
+            if icrc(ip, udp, payload + mtu) != 1:
+                break
+            store_u64(row + 8 * ICRC_OK, load_u64(row + 8 * ICRC_OK) + 1)
         ts = load_u64(datagram + 32)
         if clock < ts <= now:
             clock = ts
@@ -102,4 +109,6 @@ def run(m: Machine, state: int, messages: int, key: int, recent: np.ndarray, row
     m.counters[PACKETS] += i - first
     m.counters[REQUESTS] += i - first
     m.counters[PAYLOAD] += carried
+    if check:
+        m.counters[CRC_OK] += i - first
     return i, clock

@@ -5,8 +5,9 @@ One flow is one row of int64, so a packet in the middle of its message touches o
 Gaps. A flow's packets are numbered; NEXT is the number behind the highest one seen, and below it everything was seen
 but what lies in a gap. Gaps are nodes of a list, sorted, never overlapping. A gap that was given up stays for a while,
 so that late packets are known to be new. A QUIET gap is not told as HOLE when it is given up: what lies before the
-first packet ever seen may not be missing at all, and what was told once is not told again. Of a SHORT one a packet came
-without all of its payload. A gap's packets were lost between two frames of the flow: after G_SINCE, before G_TS.
+first packet ever seen may not be missing at all, and what was told once is not told again. Of a SHORT one a packet
+came without all of its payload, of a BAD one with a wrong checksum. A gap's packets were lost between two frames of the
+flow: after G_SINCE, before G_TS.
 
 Messages. One row each, in a list per flow sorted by first packet, and in one queue in order of creation: when rows run
 short the oldest that are over are taken. Until then they tell repeats apart and where late packets belong.
@@ -64,7 +65,7 @@ HEADLESS, COMPLETE, ENDED, DEAD = 1, 2, 4, 8              # bits of M_FLAGS
 # Columns of a gap, and bits of G_FLAGS.
 G_START, G_END, G_AFTER, G_TS, G_FLAGS, G_SINCE = range(6)
 G_COLUMNS = 6
-QUIET, GIVEN, SHORT = 1, 2, 4
+QUIET, GIVEN, SHORT, BAD = 1, 2, 4, 8
 
 # Columns of a cell.
 H_PSN, H_SIZE, H_OPCODE, H_IMM, H_TS, H_AFTER = range(6)

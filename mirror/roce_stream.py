@@ -28,6 +28,7 @@ from mirror.roce_loss import FAR_BACK, abandon, drain, fits, force, lose, reopen
 from mirror.roce_pool import at_or_before, begin, deliver, find, make_current, settle, unlink
 from mirror.roce_spans import DUPLICATE, OPEN, VOID
 from mirror.roce_state import (
+    BAD,
     BEFORE_TS,
     COMPLETE,
     DUPLICATE_BYTES,
@@ -153,24 +154,42 @@ def _seen(m: Machine, flow: int, psn: int, count: int, ts: int) -> None:
 @internal()
 def _cut(m: Machine, flow: int, psn: int, ts: int) -> None:
     """Packet `psn` passed, but its payload was cut off by the capture: it is missing."""
-    row, gaps = m.state[flow], m.gaps
     m.counters[TRUNCATED] += 1
-    since, known = row[BEFORE_TS], SHORT
+    if psn > m.state[flow, NEXT]:
+        add_gap(m, m.state, flow, GAPS, m.state[flow, NEXT], psn, m.state[flow, BEFORE_TS], ts, 0)
+        m.state[flow, NEXT] = psn
+    _missing(m, flow, psn, SHORT, m.state[flow, BEFORE_TS], ts)
+
+
+@internal()
+def refused(m: Machine, flow: int, wire_psn: int, ts: int) -> None:
+    """A packet of a message came with a wrong checksum: nothing in it is believed, so neither is its number, unless it
+    is the next one or that of a packet which is missing anyway. Then why it is missing is known."""
+    row = m.state[flow]
+    if row[NEXT] >= 0 and m.meta[GAPS_LEFT] > 16:
+        psn = unwrap(row[NEXT], wire_psn)
+        if psn <= row[NEXT]:
+            _missing(m, flow, psn, BAD, row[SEEN_TS], ts)
+
+
+@internal()
+def _missing(m: Machine, flow: int, psn: int, kind: int, since: int, ts: int) -> None:
+    """Packet `psn`, at most the next one, passed without bytes that can be taken: SHORT or BAD."""
+    row, gaps = m.state[flow], m.gaps
+    known = kind
     if psn < row[NEXT]:
         node = gap_at(m, row[GAPS], psn)
-        if node < 0 or gaps[node, G_FLAGS] & (GIVEN | SHORT):
+        if node < 0 or gaps[node, G_FLAGS] & (GIVEN | kind):
             return
-        since, ts, known = gaps[node, G_SINCE], gaps[node, G_TS], gaps[node, G_FLAGS] | SHORT
+        since, ts, known = gaps[node, G_SINCE], gaps[node, G_TS], gaps[node, G_FLAGS] | kind
         clear_gaps(m, m.state, flow, GAPS, psn, psn + 1)
     else:
-        if psn > row[NEXT]:
-            add_gap(m, m.state, flow, GAPS, row[NEXT], psn, since, ts, 0)
         row[NEXT] = psn + 1
         watch(m, flow, ts)
         node = row[GAPS]
         while node >= 0 and gaps[node, G_END] < psn:
             node = gaps[node, G_AFTER]
-        if (node >= 0 and gaps[node, G_END] == psn and gaps[node, G_FLAGS] == SHORT
+        if (node >= 0 and gaps[node, G_END] == psn and gaps[node, G_FLAGS] == kind
                 and ts - gaps[node, G_TS] < _TOGETHER):
             gaps[node, G_END] = psn + 1  # a switch that cuts one cuts all: else a list of thousands
             return

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from mirror.crc32 import ONES, crc_bytes, crc_word
 from mirror.internal import internal
-from mirror.memory import load_be16, load_u8, load_u32
+from mirror.memory import load_be16, load_u8, load_u32, load_u64
 
 __all__ = [
     "ATOMIC", "CLASS", "FIRST", "HEADERS", "IMMEDIATE", "LAST", "PART", "READ", "RESPONSE", "SEND", "WRITE", "icrc",
@@ -33,43 +34,9 @@ _OPCODES = (
 CLASS, PART, IMMEDIATE, HEADERS = (np.array(column, np.int64) for column in zip(*_OPCODES, strict=True))
 
 
-def _tables() -> np.ndarray:
-    """uint32[8, 256]: CRC-32 (reflected 0xEDB88320) of a byte followed by 0..7 zero bytes."""
-    table = np.zeros((8, 256), np.uint32)
-    for byte in range(256):
-        value = byte
-        for _ in range(8):
-            value = value >> 1 ^ (0xEDB88320 if value & 1 else 0)
-        table[0, byte] = value
-    for row in range(1, 8):
-        table[row] = table[row - 1] >> 8 ^ table[0, table[row - 1] & 0xFF]
-    return table
-
-
-_TABLES = _tables().astype(np.int64)
-_ONES = 0xFFFFFFFF
-
-
-@internal()
-def _byte(crc: int, value: int) -> int:
-    return (crc >> 8) ^ _TABLES[0, (crc ^ value) & 0xFF]
-
-
-@internal()
-def _bytes(crc: int, address: int, count: int) -> int:
-    """CRC of `count` bytes, eight at a time (M. Kounavis, F. Berry: slicing by eight)."""
-    end = address + count
-    while end - address >= 8:
-        low = crc ^ load_u32(address)
-        high = load_u32(address + 4)
-        crc = (_TABLES[7, low & 0xFF] ^ _TABLES[6, low >> 8 & 0xFF] ^ _TABLES[5, low >> 16 & 0xFF]
-               ^ _TABLES[4, low >> 24] ^ _TABLES[3, high & 0xFF] ^ _TABLES[2, high >> 8 & 0xFF]
-               ^ _TABLES[1, high >> 16 & 0xFF] ^ _TABLES[0, high >> 24])
-        address += 8
-    while address < end:
-        crc = _byte(crc, load_u8(address))
-        address += 1
-    return crc
+# What a router may change counts as ones: bits of the first words of a packet, from the IP header up to the BTH.
+_FIRST4, _SECOND4, _FOURTH4, _FIFTH4 = 0xFF00, 0xFFFF00FF, 0xFFFF0000, 0xFF
+_FIRST6, _SIXTH6, _SEVENTH6 = -(1 << 56) | 0xFFFFFF0F, -(1 << 48), 0xFF << 32
 
 
 @internal()
@@ -80,20 +47,22 @@ def icrc(ip: int, udp: int, end: int) -> int:
     What a router may change counts as ones: IPv4 service, time to live, checksum; IPv6 class, label, hop limit; the
     UDP checksum; byte 4 of the BTH. It is not known how options and extension headers count: those are not told.
     """
-    crc = _ONES
-    for _ in range(8):
-        crc = _byte(crc, 0xFF)
     version = load_u8(ip) >> 4
+    crc = crc_word(ONES, -1)
     if version == 4 and udp - ip == 20:
-        for i in range(20):
-            crc = _byte(crc, 0xFF if i == 1 or i == 8 or i == 10 or i == 11 else load_u8(ip + i))
+        crc = crc_word(crc, load_u64(ip) | _FIRST4)
+        crc = crc_word(crc, load_u64(ip + 8) | _SECOND4)
+        crc = crc_word(crc, load_u64(ip + 16))
+        crc = crc_word(crc, load_u64(ip + 24) | _FOURTH4)
+        crc = crc_word(crc, load_u64(ip + 32) | _FIFTH4)
+        position = ip + 40
     elif version == 6 and udp - ip == 40 and load_be16(ip + 4):
-        crc = _byte(crc, load_u8(ip) | 0x0F)
-        for i in range(1, 40):
-            crc = _byte(crc, 0xFF if i < 4 or i == 7 else load_u8(ip + i))
+        crc = crc_word(crc, load_u64(ip) | _FIRST6)
+        for offset in range(8, 40, 8):
+            crc = crc_word(crc, load_u64(ip + offset))
+        crc = crc_word(crc, load_u64(ip + 40) | _SIXTH6)
+        crc = crc_word(crc, load_u64(ip + 48) | _SEVENTH6)
+        position = ip + 56
     else:
         return -1
-    for i in range(20):
-        crc = _byte(crc, 0xFF if i == 6 or i == 7 or i == 12 else load_u8(udp + i))
-    crc = _bytes(crc, udp + 20, end - udp - 20)
-    return 1 if (crc ^ _ONES) == load_u32(end) else 0
+    return 1 if (crc_bytes(crc, position, end - position) ^ ONES) == load_u32(end) else 0

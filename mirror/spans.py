@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 __all__ = [
-    "CLOSE", "CONFLICT", "CUT", "DATA", "DUPLICATE", "HOLE", "KIND_NAMES", "OPEN", "PROVEN", "Spans",
+    "CLOSE", "CONFLICT", "CUT", "DATA", "DUPLICATE", "HOLE", "KIND_NAMES", "OPEN", "PROVEN", "REFUSED", "Spans",
 ]  # fmt: skip
 
 DATA, HOLE, DUPLICATE, OPEN, CLOSE, CONFLICT = range(6)
 KIND_NAMES = ("data", "hole", "duplicate", "open", "close", "conflict")
 
 # What is known of a HOLE, bits of its `why`.
-CUT, PROVEN = 1, 2
+CUT, PROVEN, REFUSED = 1, 2, 4
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,8 @@ class Spans:
     DATA: the range offset, length of the stream, in order and gapless (offset is the end of the flow's DATA or
         HOLE before it); its bytes are at addr.
     HOLE: the next range of the stream, bytes that were never captured. `why` says what is known of all of them. CUT:
-        a frame that carried them came, and they were cut off. PROVEN: the receiver acknowledged them, so they passed.
+        a frame that carried them came, and they were cut off. REFUSED: one came, and was not believed because its
+        checksum was wrong. PROVEN: the receiver acknowledged them, so they passed.
     DUPLICATE: bytes, at addr, of a range before the end of what was delivered: for comparison by a consumer that
         still has the first copy. Where it had a HOLE they are late bytes of that hole.
     OPEN: the flow id begins a new stream at offset 0, and whatever was known of the id before is over.

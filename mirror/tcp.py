@@ -64,18 +64,19 @@ class TcpReassembler:
 
     def __init__(self, flows: Flows, *, reorder_bytes: int = 64 << 20, grace_ns: int = 20_000_000,
                  gap_timeout_ns: int = 30_000_000_000, blind_timeout_ns: int = 1_000_000_000,
-                 vantage: Vantage | None = None) -> None:
+                 vantage: Vantage | None = None, check_sums: bool = True) -> None:
         """`reorder_bytes`: size of the arena for bytes beyond gaps, in all flows together; at least 64 KiB.
 
         `grace_ns`, `gap_timeout_ns`, `blind_timeout_ns`: see the module. The grace must be longer than frames of one
         connection are disordered in time (several rings read in turn: longer than their retire timeout).
         `vantage`: declared groups of interfaces and tunnels; without, every tunnel is a group of its own.
+        `check_sums`: verify the checksum of every segment with payload, and refuse damaged ones (`mirror.tcp_sums`).
         """
         cells = reorder_bytes // CELL
         if cells < 16:
             raise ValueError(f"reorder_bytes must be at least {16 * CELL}, not {reorder_bytes}")
         self.flows = flows
-        self.segments = Segments() if vantage is None else Segments(vantage=vantage)
+        self.segments = Segments(vantage=Vantage() if vantage is None else vantage, check_sums=check_sums)
         self._times = (grace_ns, blind_timeout_ns, gap_timeout_ns)
         self._cells = cells
         self._memory = np.empty(cells * CELL, np.uint8)

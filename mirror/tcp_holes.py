@@ -1,9 +1,9 @@
 """What is missing in a TCP stream, and what is known of why.
 
 A gap that will not be filled becomes HOLE spans. A segment of which the end was cut off, by the switch or by the
-capture's snaplen, tells where bytes are missing that did pass: until NEXT is beyond them such ranges are kept as cells
-without bytes, in a list of their own for each flow, sorted by stream offset. Where no cell is free for one it is not
-known to be cut.
+capture's snaplen, or that was refused for its checksum, tells where bytes are missing that did pass: until NEXT is
+beyond them such ranges are kept as cells without bytes, in a list of their own for each flow, sorted by stream offset.
+Where no cell is free for one it is not known.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from mirror.reorder import (
     SEEN,
     SIZE,
     SPANS,
+    TIME,
     USED,
     Machine,
     emit,
 )
-from mirror.spans import CUT, HOLE, PROVEN
+from mirror.spans import HOLE, PROVEN, REFUSED
+
+_KIND = TIME  # column of such a cell: CUT or REFUSED of mirror.spans
 
 
 @internal()
-def note_cut(m: Machine, flow: int, start: int, end: int) -> None:
-    """A segment came without its bytes start..end."""
+def note(m: Machine, flow: int, start: int, end: int, kind: int) -> None:
+    """A segment came without its bytes start..end (kind CUT), or was refused with them (REFUSED)."""
     row, cells, meta = m.state[flow], m.cells, m.meta
     _forget(m, flow, row[NEXT])
     if end <= row[NEXT]:
@@ -43,9 +46,19 @@ def note_cut(m: Machine, flow: int, start: int, end: int) -> None:
     before = row[CUTS_TAIL]
     while before >= 0 and cells[before, AT] > start:
         before = cells[before, BEFORE]
+    if kind == REFUSED:
+        after = row[CUTS] if before < 0 else cells[before, AFTER]
+        if after >= 0:
+            end = min(end, cells[after, AT])
     if before >= 0 and cells[before, AT] + cells[before, SIZE] >= start:
-        cells[before, SIZE] = max(cells[before, SIZE], end - cells[before, AT])
-        return
+        if cells[before, _KIND] == kind:
+            cells[before, SIZE] = max(cells[before, SIZE], end - cells[before, AT])
+            return
+        start = cells[before, AT] + cells[before, SIZE]  # what was said first stays
+        if start >= end:
+            return
+        while cells[before, AFTER] >= 0 and cells[cells[before, AFTER], AT] <= start:
+            before = cells[before, AFTER]
     cell = meta[FREE]
     if cell < 0:
         return
@@ -53,6 +66,7 @@ def note_cut(m: Machine, flow: int, start: int, end: int) -> None:
     meta[USED] += 1
     after = row[CUTS] if before < 0 else cells[before, AFTER]
     cells[cell, AT], cells[cell, SIZE], cells[cell, BEFORE], cells[cell, AFTER] = start, end - start, before, after
+    cells[cell, _KIND] = kind
     if before < 0:
         row[CUTS] = cell
     else:
@@ -109,7 +123,7 @@ def give_up(m: Machine, flow: int, end: int) -> None:
             _forget(m, flow, start)
             cut = row[CUTS]
             if cut >= 0 and cells[cut, AT] <= start:
-                stop, known = min(stop, cells[cut, AT] + cells[cut, SIZE]), CUT
+                stop, known = min(stop, cells[cut, AT] + cells[cut, SIZE]), cells[cut, _KIND]
             elif cut >= 0:
                 stop = min(stop, cells[cut, AT])
         if start < row[ACKED]:

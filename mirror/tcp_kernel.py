@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from mirror.frames import ACK, FIN, RECYCLED, RST, SYN
+from mirror.frames import ACK, FIN, RECYCLED, RST, SUM_RIGHT, SUM_WRONG, SYN
 from mirror.internal import internal
 from mirror.memory import store_u8
 from mirror.reorder import (
@@ -23,6 +23,7 @@ from mirror.reorder import (
     FLAGS,
     HEAD,
     HINT,
+    LONGEST,
     NEXT,
     OUT_OF_ORDER,
     PROBES,
@@ -32,6 +33,9 @@ from mirror.reorder import (
     STATE,
     STRANGER,
     STRANGERS,
+    SUM_OK,
+    SUM_UNCHECKED,
+    TRUST,
     USED,
     WAITING,
     Machine,
@@ -43,12 +47,13 @@ from mirror.reorder import (
     recover,
     wait,
 )
-from mirror.spans import DATA, DUPLICATE
-from mirror.tcp_holes import note_cut
+from mirror.spans import CUT, DATA, DUPLICATE
+from mirror.tcp_holes import note
 from mirror.tcp_stream import (
     BIAS,
     CLOSED,
     ESTABLISHED,
+    FAR,
     FROM_MIDDLE,
     MASK,
     NEAR_START,
@@ -68,8 +73,8 @@ from mirror.tcp_stream import (
     start_pending,
     unwrap,
 )
+from mirror.tcp_sums import refuse
 
-FAR = 1 << 26
 WINDOW = 1 << 30
 REVIEW_EVERY = 1_000_000                 # ns of frame time between two looks at the waiting list
 
@@ -105,7 +110,7 @@ def _place(m: Machine, flow: int, offset: int, present: int, length: int, addr: 
         return
     row[END] = max(row[END], offset + length)
     if present < length:
-        note_cut(m, flow, offset + present, offset + length)
+        note(m, flow, offset + present, offset + length, CUT)
     if offset < row[NEXT]:
         _duplicate(m, flow, offset, present, length, addr, ts)
     start, end = max(offset, row[NEXT]), offset + present
@@ -132,7 +137,7 @@ def _place_pending(m: Machine, flow: int, offset: int, present: int, length: int
     if present > 0:
         hold(m, flow, offset, offset + present, addr, ts)
     if present < length:
-        note_cut(m, flow, offset + present, offset + length)
+        note(m, flow, offset + present, offset + length, CUT)
     if row[FINAL] >= 0 and offset + length > row[FINAL]:
         row[FINAL] = -1  # the FIN was of an older connection
     row[END] = max(row[END], offset + length)
@@ -220,6 +225,7 @@ def feed(m: Machine, flows: np.ndarray, flags: np.ndarray, numbers: np.ndarray, 
     recover(m)
     state, meta, counters = m.state, m.meta, m.counters
     clock = meta[CLOCK]
+    right = unchecked = 0
     for i in range(n):
         flow = flows[i]
         flag = flags[i]
@@ -227,6 +233,17 @@ def feed(m: Machine, flows: np.ndarray, flags: np.ndarray, numbers: np.ndarray, 
         row = state[flow]
         if clock < ts <= now:
             clock = ts
+        if flag & RECYCLED:
+            row[TRUST] = row[LONGEST] = 0
+        if length > 0:
+            if flag & SUM_RIGHT:
+                right += 1
+                row[TRUST] += 1
+                row[LONGEST] = max(row[LONGEST], length)
+            elif flag & SUM_WRONG == 0:
+                unchecked += 1
+            elif refuse(m, flow, seq, length):
+                continue
         plain = row[STATE] == ESTABLISHED and flag & (SYN | FIN | RST | RECYCLED) == 0 and row[WAITING] == 0
         if plain and (seq - row[BASE] - row[NEXT]) & MASK == 0 and numbers[i, 3] == length:
             if length > 0:
@@ -253,6 +270,8 @@ def feed(m: Machine, flows: np.ndarray, flags: np.ndarray, numbers: np.ndarray, 
                         wait(m, peer, ts)
             elif row[HINT] >= 0 and (ack - row[HINT]) & MASK > NEAR_START:
                 row[HINT] = -1  # the other side is far beyond its start: the number may come round again
+    counters[SUM_OK] += right
+    counters[SUM_UNCHECKED] += unchecked
     meta[CLOCK] = clock
     if clock - meta[REVIEWED] >= REVIEW_EVERY:
         review(m, clock, grace, short, long)

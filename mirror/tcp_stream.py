@@ -77,6 +77,7 @@ RESET, FROM_MIDDLE = 1, 2                # bits of FLAGS
 MASK = 0xFFFFFFFF
 BIAS = 1 << 40                           # a multiple of 2^32
 NEAR_START = 1 << 20                     # data this far behind an ISN is believed to belong to it
+FAR = 1 << 26                            # a segment this far from all that is known is a stranger
 
 
 @internal()

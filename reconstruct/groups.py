@@ -60,6 +60,7 @@ class Claims:
         self._listeners: dict[tuple[int | None, Endpoint], tuple[int, int, int]] = {}
         self._sockets: dict[tuple[int | None, str, int, str, int], tuple[int, int, int]] = {}
         self._alone: dict[tuple[int, int, str], int] = {}
+        self._listed: set[int] = set()  # groups whose ranks have all named their connections
 
     def add(self, group: Group) -> Membership:
         """Know a group. Raises ValueError if it cannot be one, or if its name or a listener is taken."""
@@ -95,6 +96,8 @@ class Claims:
             a, c = normal(a), normal(c)
             self._sockets[place, a, b, c, d] = (number, sender, receiver)
             self._sockets[place, c, d, a, b] = (number, receiver, sender)
+        if {rank for pair in group.sockets.values() for rank in pair} == set(range(group.world_size)):
+            self._listed.add(number)
         return member
 
     def remove(self, name: str) -> Membership | None:
@@ -106,6 +109,7 @@ class Claims:
             self._listeners = {end: v for end, v in self._listeners.items() if v[0] != number}
             self._sockets = {ends: v for ends, v in self._sockets.items() if v[0] != number}
             self._alone = {key: v for key, v in self._alone.items() if key[0] != number}
+            self._listed.discard(number)
         return member
 
     def of(self, number: int) -> Membership:
@@ -116,21 +120,29 @@ class Claims:
         """Every listener port: a flow that touches none of them is nobody's."""
         return {port for _, (_, port) in self._listeners}
 
-    def find(self, source: Endpoint, destination: Endpoint, vantage: int) -> Claim | None:
-        """The claim on the flow from `source` to `destination`, None if no known group has it."""
+    def find(
+        self, source: Endpoint, destination: Endpoint, vantage: int, *, before: bool = False
+    ) -> Claim | None:
+        """The claim on the flow from `source` to `destination`, None if no known group has it.
+
+        before: the flow was seen before the group was known. It may be of an earlier group, which had a listener at
+        the same port: where the ranks have named their connections, it must be one of these.
+        """
         for place in (vantage, None):
-            claim = self._find(place, source, destination)
+            claim = self._find(place, source, destination, before)
             if claim is not None:
                 return claim
         return None
 
-    def _find(self, place: int | None, source: Endpoint, destination: Endpoint) -> Claim | None:
+    def _find(self, place: int | None, source: Endpoint, destination: Endpoint, before: bool) -> Claim | None:
         exact = self._sockets.get((place, *source, *destination))
         for to_listener, end, far in ((True, destination, source), (False, source, destination)):
             held = self._listeners.get((place, end))
             if held is None:
                 continue
             number, context, rank = held
+            if before and number in self._listed and (exact is None or exact[0] != number):
+                continue
             other = -1
             if exact is not None and exact[0] == number:
                 other = exact[1] if to_listener else exact[2]

@@ -12,6 +12,7 @@ from reconstruct.markers import Marker
 
 __all__ = ["Fields", "HyperParameters"]
 
+_MISSING = "its marker is missing and its hyper-parameters cannot be known without it"
 Fields = tuple[Mapping[str, Any], ...]
 
 
@@ -58,6 +59,11 @@ class HyperParameters:
         if predicted is None or (later is not None and not self._agrees(step, later)):
             return None
         return tuple(predicted)
+
+    @property
+    def missing(self) -> str:
+        """Why `unmarked` does not know them."""
+        return f"{_MISSING} ({self._predictor.refused})" if self._predictor.refused else _MISSING
 
     def _agrees(self, step: int, later: Marker) -> bool:
         """Whether a marker shows what is predicted for its step; up to there the predictor has to be asked in order."""

@@ -18,8 +18,11 @@ from typing import Any
 from flowcheck.description import JobDescription
 from flowcheck.specs import NESTED, SCHEDULERS
 
-MAX_AHEAD = 1_000_000
-"""Steps that one question may lie ahead of the one before: each costs a call of the scheduler."""
+MAX_AHEAD = 10_000
+"""Steps that one question may lie ahead of what is known: each costs a call of the scheduler, about 10 us."""
+
+_EVERY = MAX_AHEAD // 2  # steps between the states that are kept, so that what is asked again is not far ahead of all
+_MOST_KEPT = 4
 
 MAX_ANSWERS = 256
 """Answers kept, so that a marker that comes late does not start the replay again."""
@@ -61,30 +64,45 @@ def state_dict(described: dict[str, Any]) -> dict[str, Any]:
 
 
 class Predictor:
-    """Hyper-parameters in force at each step after the attach, as far as they follow from the description."""
+    """Hyper-parameters in force at each step after the attach, as far as they follow from the description.
 
-    def __init__(self, description: JobDescription) -> None:
+    ahead: steps that one question may lie ahead; markers can claim any step, so only who asks for steps that were
+    taken may allow more than MAX_AHEAD.
+    """
+
+    def __init__(self, description: JobDescription, ahead: int = MAX_AHEAD) -> None:
         self.reason = ""
         """Why nothing is predicted any more; empty while predictions are made."""
+        self.refused = ""
+        """Why the last question was not answered, if another may be; else empty."""
+        self._ahead = ahead
         self._first = description.step + 1
         self._start = [dict(group.fields) for group in description.optimizer.groups]
         self._described = description.scheduler
         self._answers: dict[int, list[dict[str, Any]]] = {}
-        self._restart()
+        # (step, its groups, the scheduler then): at the attach, and lately.
+        self._kept = [(self._first, self._start, self._described)]
+        self._return(self._first)
 
     def fields(self, step: int) -> list[dict[str, Any]] | None:
         """Every field of every param group in force in optimizer step `step`, or None: unknown."""
+        self.refused = ""
         if self.reason or step < self._first:
             return None
         if step in self._answers:
             return copy.deepcopy(self._answers[step])
-        if step < self._step:
-            self._restart()
-        if step - self._step > MAX_AHEAD:
-            return None
         if self._scheduler is None:
             return copy.deepcopy(self._groups)
-        while self._step < step:
+        nearest = max([kept for kept, _, _ in self._kept if kept <= step] + [self._step] * (self._step <= step))
+        if step - nearest > self._ahead:
+            self.refused = (
+                f"step {step} lies {step - nearest} steps beyond step {nearest}, the last one before it of which they "
+                f"are known: {self._ahead} is the most that is predicted"
+            )
+            return None
+        if nearest != self._step:
+            self._return(nearest)
+        while not self.reason and self._step < step:
             try:
                 self._scheduler.step()
             except Exception as error:
@@ -92,6 +110,9 @@ class Predictor:
                 self._stop(f"step {self._step + 1}: the scheduler cannot go on: {error}")
                 return None
             self._step += 1
+            self._keep()
+        if self.reason:
+            return None
         self._answers[step] = copy.deepcopy(self._groups)
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
@@ -105,7 +126,6 @@ class Predictor:
         if self.reason or self._described is None or step + 1 < self._first:
             return None
         if self._step != step + 1:
-            self._restart()
             self._answers.pop(step + 1, None)
             self.fields(step + 1)
         return scheduler_state(self._scheduler) if self._step == step + 1 and not self.reason else None
@@ -133,13 +153,22 @@ class Predictor:
     def _stop(self, reason: str) -> None:
         self.reason = reason
 
-    def _restart(self) -> None:
-        self._step = self._first
-        self._groups = copy.deepcopy(self._start)
+    def _keep(self) -> None:
+        """Keep how things stand, if that was long ago."""
+        described = scheduler_state(self._scheduler) if self._step - self._kept[-1][0] >= _EVERY else None
+        if described is not None:
+            self._kept.append((self._step, copy.deepcopy(self._groups), described))
+            del self._kept[1 : 1 - _MOST_KEPT]
+
+    def _return(self, step: int) -> None:
+        """Go back to one of the steps that are kept."""
+        self._step = step
+        groups, described = next((groups, described) for kept, groups, described in self._kept if kept == step)
+        self._groups = copy.deepcopy(groups)
         self._scheduler = None
-        if self._described is not None:
+        if described is not None:
             try:
-                self._scheduler = _rebuilt(self._described, _stand_in(self._groups))
+                self._scheduler = _rebuilt(described, _stand_in(self._groups))
             except (TypeError, ValueError, KeyError, AttributeError) as error:
                 self._stop(f"the described scheduler cannot be rebuilt: {error}")
 

@@ -64,7 +64,6 @@ _POINT_TO_POINT = (
     "there is point-to-point traffic or monitored_barrier on DDP's process group: use another one, nothing is known of "
     "the gradient of a step whose place it makes uncertain"
 )
-_NO_FIELDS = "its marker is missing and its hyper-parameters cannot be known without it"
 
 
 class StepTracker:
@@ -273,7 +272,7 @@ class StepTracker:
             return False
         marker = None if later is None else later[0]
         fields = self._hyper.unmarked(step, marker) if isinstance(verdict, Take) else None
-        reason = verdict.reason if isinstance(verdict, Blank) else _NO_FIELDS
+        reason = verdict.reason if isinstance(verdict, Blank) else self._hyper.missing
         if later is None and fields is None:
             # Whether this was a step is not known either.
             self._say("no marker", f"step {step}: {reason}; nothing follows until a marker comes")

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import threading
 import time
 import timeit
 import warnings
@@ -21,6 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
@@ -160,6 +165,34 @@ def mixed() -> dict[str, Any]:
     order = {id(p): i for i, p in enumerate(model.module.parameters())}
     buckets = [[order[id(p)] for p in bucket.parameters()] for bucket in model.reducer._get_zeros_like_grad_buckets()]
     return {"buckets": buckets}
+
+
+def seeded() -> dict[str, Any]:
+    """Attached right after a checkpoint was written: a file of torch.save, and a folder with every tensor in shards."""
+    model = DistributedDataParallel(Tied())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3, 5, 5)).sum().backward()
+        optimizer.step()
+    save("seeded", state_of(model, optimizer))
+    file, folder = FOLDER / "checkpoint.pt", FOLDER / "checkpoint"
+    if RANK == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    both = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+
+    def shards(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shards(item) for key, item in value.items()}
+        whole = not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() == 0
+        return value if whole else distribute_tensor(value, mesh, [Shard(value.dim() - 1)])
+
+    checkpoint.save(shards(both), checkpoint_id=folder)
+    dist.barrier()
+    for run, path in (("seeded-file", file), ("seeded-sharded", folder)):
+        attach(model, optimizer, run, step=2, checkpoint=path).close()
+    return {}
 
 
 def markers() -> dict[str, Any]:
@@ -302,6 +335,34 @@ def problems() -> dict[str, Any]:
     step(model, optimizer)
     handle.close()
     return {}
+
+
+def closing() -> dict[str, Any]:
+    """Seconds that close() takes, by what the daemon does about it (tests/test_attach.py) and what the trainer did."""
+    seconds = {}
+    for case in ("answered", "asked", "silent", "changed", "elsewhere", "no-wait", "still"):
+        run = f"closing-{case}"
+        model = DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        handle = attach(model, optimizer, run)
+        for _ in range(0 if case == "still" else 3):
+            step(model, optimizer, scale=0.01)
+        time.sleep(0.3)  # the agents are known by then
+        save(run, state_of(model, optimizer))
+        if case == "changed":  # as a script does that goes on with an average
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1.0)
+        closer = threading.Thread(target=handle.close, args=(1.0,))
+        started = time.monotonic()
+        if case == "elsewhere":
+            closer.start()
+            closer.join()
+        else:
+            handle.close(wait=0 if case == "no-wait" else 1.0)
+        seconds[run] = time.monotonic() - started
+        handle.close()
+    return seconds
 
 
 def refusals() -> dict[str, Any]:

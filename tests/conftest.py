@@ -21,7 +21,7 @@ WITHOUT_KERNELS = (
     "test_attach.py", "test_formats.py", "test_optimizer.py", "test_server.py", "test_store.py", "test_store_crash.py",
     "test_description.py", "test_jobfile.py", "test_links.py", "test_lr.py", "test_plan.py", "test_switchconfig.py",
     "test_lab.py", "test_pins.py", "test_ranges.py", "test_repair.py", "test_resync.py", "test_shadow.py",
-    "test_shadow_loss.py", "test_security.py",
+    "test_shadow_loss.py", "test_security.py", "test_keys.py",
 )  # fmt: skip
 COMPILE = """
 from flowcheck.doctor.exam import Examination

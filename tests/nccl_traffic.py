@@ -107,11 +107,12 @@ class Rig:
     """Transport and decoder. sizes: (bytes, itemsize) of the buckets that the planner knows."""
 
     def __init__(self, group: NcclGroup, sizes: Iterable[tuple[int, int]], *, sequence: int = 0,
-                 attached: int | None = None, budget: int = 1 << 30, raw: bool = False) -> None:
+                 attached: int | None = None, budget: int = 1 << 30, raw: bool = False,
+                 check_icrc: bool = False) -> None:
         self.sizes = sorted(set(sizes))
         self.raw = raw
         pairs = QueuePairs(1024)
-        self.roce = RoceReassembler(pairs)
+        self.roce = RoceReassembler(pairs, check_icrc=check_icrc)
         self.decoder = NcclDecoder(pairs, self.roce, budget_bytes=budget)
         self.decoder.planner = self.plan
         self.decoder.add_group(group, sequence, attached)

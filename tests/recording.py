@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from flowcheck.checkpoints import Roots
 from flowcheck.description import JobDescription
 from flowcheck.errors import NothingRestorable, Revoked, UsageError
-from flowcheck.service import snapshot_header
+from flowcheck.seeding import Seeding
+from flowcheck.service import Seeded, snapshot_header
 from flowcheck.snapshot import Snapshot
 
 
@@ -20,12 +24,22 @@ class Upload:
         self.description = description
         self.late = late
         self.tensors = {key: bytearray(spec.nbytes) for key, spec in description.tensors()}
+        self.uploaded: set[str] = set()
         self.largest = 0
         self.aborted = False
         self._service = service
 
+    def seed(self, path: str, checksums: bytes) -> Future[Seeded]:
+        def load(key: str, offset: int, data: np.ndarray) -> None:
+            self.tensors[key][offset : offset + data.nbytes] = data.tobytes()
+
+        lines, roots = self._service.lines, self._service.roots
+        self.seeding = Seeding(path, checksums, self.description, load, roots, threading.Lock(), lines.append).start()
+        return self.seeding.found
+
     def chunk(self, key: str, offset: int, data: memoryview) -> None:
         self.largest = max(self.largest, len(data))
+        self.uploaded.add(key)
         self.tensors[key][offset : offset + len(data)] = data
 
     def commit(self) -> dict[str, Any]:
@@ -89,7 +103,9 @@ class Refusal(NamedTuple):
 class Recording:
     """Implements flowcheck.service.Service."""
 
-    def __init__(self) -> None:
+    def __init__(self, *roots: Path) -> None:
+        self.roots = Roots(roots)
+        self.lines: list[str] = []
         self.uploads: list[Upload] = []
         self.committed: list[Upload] = []
         self.markers: list[tuple[str, int, dict[str, Any]]] = []
@@ -106,6 +122,8 @@ class Recording:
         self.pieces: list[Piece] = []
         self.refusals: list[Refusal] = []
         self.compared: list[tuple[int, int, dict[str, str | None]]] = []  # rank, step, checksums
+        self.tell: Callable[..., None] | None = None
+        self.at_end: dict[str, list[tuple[int, str, int, int]]] = {}  # by run: parts to ask for after its last step
 
     def begin_attach(self, description: JobDescription, late: bool = False) -> Upload:
         if description.run == "refuse-me":
@@ -122,6 +140,13 @@ class Recording:
 
     def detach(self, run: str, epoch: int, step: int) -> None:
         self.detached.append((run, epoch, step))
+        agent, names = self.agent_of(run, 0), {"run": run, "epoch": epoch}
+        if self.tell is None or agent is None:
+            return
+        if run not in self.at_end:
+            self.tell(agent.peer, "repair-done", **names, step=step)
+        elif self.at_end[run]:
+            self.tell(agent.peer, "repair-ask", **names, parts=self.at_end[run], percent=1e-3, step_bytes=1)
 
     def link(self, run: str, epoch: int, alive: bool) -> None:
         self.links.append((run, epoch, alive))
@@ -162,6 +187,8 @@ class Recording:
     ) -> None:
         rank = self.agents[peer].rank
         self.pieces.append(Piece(rank, run, epoch, ask, key, lo, hi, step, dict(sections), counter, time.monotonic()))
+        if self.tell is not None and self.at_end.get(run, [(-1,)])[-1][0] == ask:
+            self.tell(peer, "repair-done", run=run, epoch=epoch, step=step)
 
     def repair_refused(self, peer: bytes, run: str, epoch: int, ask: int, reason: str) -> None:
         self.refusals.append(Refusal(self.agents[peer].rank, ask, reason))

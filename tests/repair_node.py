@@ -17,6 +17,7 @@ from shadow_cases import describe, uploads
 from xxhash import xxh3_128_hexdigest
 
 from flowcheck.applying import ApplyThread
+from flowcheck.checkpoints import Roots
 from flowcheck.job import Job
 from flowcheck.jobs import Jobs
 from flowcheck.persist import Persister
@@ -51,9 +52,11 @@ class Wire:
             add_job=lambda *a, **options: self.tracker,
             counters=lambda: {"memory_bytes": 0},
             tunnels=lambda: [],
+            sight=lambda description: None,
         )
         self.tracker = SimpleNamespace(
             applied=lambda step: None, coverage=1.0, hole_bytes=0, needs_groups=False, marker=lambda *a: None,
+            linked=lambda alive: None, ends=lambda step: None,
             shortfall=SimpleNamespace(status=lambda: {"bytes": {}, "newest": []}),
         )
 
@@ -135,7 +138,7 @@ class Node:
 
     def __init__(
         self, folder: Path | None = None, *, ranks: int = 2, late: bool = False, before: int = 0,
-        budget: Budget | None = None, every_steps: int | None = None, **training: Any,
+        budget: Budget | None = None, every_steps: int | None = None, roots: Roots | None = None, **training: Any,
     ) -> None:  # fmt: skip
         self.lines: list[str] = []
         self.wire = Wire()
@@ -152,7 +155,7 @@ class Node:
         )  # type: ignore[arg-type]  # fmt: skip
         self.jobs = Jobs(
             self.wire, [], self.store, self.persister, self.lines.append, self.apply, budget or Budget(),
-            memory_limit=1 << 34, gradient_limit=1 << 34,
+            memory_limit=1 << 34, gradient_limit=1 << 34, roots=roots,
         )  # type: ignore[arg-type]  # fmt: skip
         self.ranks = [Rank(self, number) for number in range(ranks)]
         self.jobs.tell = self.tell

@@ -193,7 +193,7 @@ class Soak:
 
     def _block(self, frames: list[Any], number: int) -> Block:
         block = self.job.wire.block(frames)
-        block.ts += number * 3_000  # no two mirrors have the same clock
+        block.ts += number * 200  # no two mirrors have the same clock
         return block
 
     def _sample(self, done: int) -> None:

@@ -37,6 +37,28 @@ def tcp_frame(payload: bytes = b"", *, seq: int = 0, ack: int = 0, flags: int = 
     return bytes(12) + b"\x08\x00" + ip + socket.inet_aton(src) + socket.inet_aton(dst) + tcp + payload
 
 
+def summed(frame: bytes, *, offloaded: bool = False) -> bytes:
+    """An Ethernet frame of IPv4 or IPv6 without options and of TCP, with its checksum right; `offloaded`: as a host
+    leaves it for its adapter. From RFC 9293, one word after the other."""
+    addresses, start = ((26, 34), 34) if frame[12:14] == b"\x08\x00" else ((22, 54), 54)
+    tcp = frame[start : start + 16] + b"\0\0" + frame[start + 18 :]
+    pseudo = frame[slice(*addresses)] + struct.pack("!II", len(tcp), 6)
+    whole = pseudo if offloaded else pseudo + tcp + bytes(len(tcp) & 1)
+    total = sum(word for (word,) in struct.iter_unpack("!H", whole))
+    while total > 0xFFFF:
+        total = (total & 0xFFFF) + (total >> 16)
+    field = total if offloaded else 0xFFFF - total
+    return frame[: start + 16] + struct.pack("!H", field) + frame[start + 18 :]
+
+
+def flipped(frame: bytes, bit: int) -> bytes:
+    """With one bit changed; a negative one counts from the end."""
+    whole = bytearray(frame)
+    bit %= 8 * len(frame)
+    whole[bit // 8] ^= 1 << bit % 8
+    return bytes(whole)
+
+
 def block_of(frames: Sequence[bytes], ts: int | Sequence[int] = START, *, wirelen: Sequence[int] | None = None,
              vlan: int = -1, linktype: int = 1, vantage: int = 0) -> Block:
     """One block of frames; `ts` for all of them or one each."""
@@ -50,8 +72,6 @@ def chosen(block: Block, index: Iterable[int] | np.ndarray) -> Block:
     keep = np.fromiter(index, np.int64) if not isinstance(index, np.ndarray) else index
     return Block(block.base, block.offset[keep], block.caplen[keep], block.wirelen[keep], block.ts[keep],
                  block.vlan[keep], block.vantage, block.linktype)
-
-
 
 
 def syn(isn: int = ISN) -> bytes:

@@ -36,6 +36,7 @@ class Daemon:
 
     def __post_init__(self) -> None:
         self.server = Server(self.service, [self.address]).start()
+        self.service.tell = self.server.tell
 
     def agent(self, run: str, rank: int) -> Agent:
         found: Agent = wait_for(lambda: self.service.agent_of(run, rank), 60)

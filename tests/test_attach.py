@@ -29,11 +29,13 @@ from reconstruct.markers import parse_marker
 SCENARIOS = (
     "described",
     "mixed",
+    "seeded",
     "markers",
     "pending",
     "accumulation",
     "again",
     "problems",
+    "closing",
     "unreachable",
     "cost",
     "refusals",
@@ -54,8 +56,11 @@ class Job:
 
 def run_job(folder: Path, scenarios: tuple[str, ...], environment: dict[str, str]) -> Job:
     """Both ranks to their end; the server is closed when the run `stop-me` has attached."""
-    service = Recording()
+    service = Recording(folder)
     server = Server(service, ["tcp://127.0.0.1:0"]).start()
+    service.tell = server.tell
+    service.at_end = {run: [] for run in ("closing-silent", "closing-changed", "closing-elsewhere")}
+    service.at_end["closing-asked"] = [(1, "model/0.weight", 0, 48), (2, "model/2.bias", 1, 3)]
 
     def meanwhile() -> None:
         if any(upload.description.run == "stop-me" for upload in service.committed):
@@ -102,6 +107,38 @@ def test_uploaded_bytes_are_the_tensors_memory(job: Job, name: str) -> None:
             assert spec.stride == tuple(tensor.stride()), key
         assert bytes(upload.tensors[key]) == memory_bytes(tensor), key
     assert upload.largest <= CHUNK
+
+
+@pytest.mark.parametrize("run", ["seeded-file", "seeded-sharded"])
+def test_what_a_checkpoint_holds_is_not_uploaded(job: Job, run: str) -> None:
+    upload, expected = job.service.of(run), job.tensors("seeded")
+    assert {key: bytes(data) for key, data in upload.tensors.items()} == {
+        key: memory_bytes(tensor) for key, tensor in expected.items()
+    }
+    assert upload.uploaded == {"buffer/mask"}  # it is not persistent, so no checkpoint has it
+    assert any(f"{len(expected) - 1} of {len(expected)} tensors" in line for line in job.service.lines)
+
+
+def test_closing_gives_what_is_asked_for_after_the_last_step(job: Job) -> None:
+    """However little of the trainer's time the daemon may use: there are no steps any more."""
+    expected = job.tensors("closing-asked")
+    pieces = [piece for piece in job.service.pieces if piece.run == "closing-asked"]
+    assert [(piece.number, piece.rank, piece.step) for piece in pieces] == [(1, 0, 3), (2, 0, 3)]
+    weight, bias = (bytes(piece.sections["model"]) for piece in pieces)
+    assert weight == memory_bytes(expected["model/0.weight"])
+    assert bias == memory_bytes(expected["model/2.bias"])[4:12]
+    assert bytes(pieces[0].sections["momentum_buffer"]) == memory_bytes(expected["optimizer/0.weight/momentum_buffer"])
+
+
+def test_closing_waits_for_a_daemon_that_lacks_something_and_for_nothing_else(job: Job) -> None:
+    """`wait` was a second."""
+    first, second = (rank["closing"] for rank in job.ranks)
+    assert max(second.values()) < 0.5, second
+    assert max(first.pop("closing-answered"), first.pop("closing-asked"), first.pop("closing-still")) < 0.5
+    assert 1.0 <= first.pop("closing-silent") < 2.0
+    assert first.keys() == {"closing-changed", "closing-elsewhere", "closing-no-wait"} and max(first.values()) < 0.5
+    told = {(run, step) for run, _, step in job.service.detached if run.startswith("closing")}
+    assert len(told) == 7 and {step for _, step in told} == {3, 0}
 
 
 def test_the_scenarios_hold_what_they_claim_to_test(job: Job) -> None:

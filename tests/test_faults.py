@@ -118,6 +118,18 @@ def test_any_mixture_is_the_same_in_any_blocks(data: st.DataObject) -> None:
     assert out == expected(frames, faults)
 
 
+@pytest.mark.parametrize(("spec", "count", "seed"), [
+    ("drop=0.2,duplicate=0.9,reorder=0.01:5:7,corrupt=0.2,delay=0.9:1,seed=869888454703", 60, 9),
+    ("duplicate=0.2,reorder=0.01:10:7,delay=0.9:1,seed=956628744488", 77, 8),
+])  # fmt: skip
+def test_an_overdue_frame_stays_before_its_copy(spec: str, count: int, seed: int) -> None:
+    """Delayed to a time that others had reached before it came: it has not moved, so its copy is behind it."""
+    frames = some(count, seed, 300)
+    wanted = expected(frames, Faults.parse(spec))
+    for size in (1, 5, 61, count):
+        assert passed(frames, spec, size)[0] == wanted
+
+
 def test_what_was_hit_is_counted_and_known_beforehand() -> None:
     frames = some(20_000)
     out, told = passed(frames, "drop=0.01,burst=0.0005:20,seed=7", 256)
@@ -265,6 +277,6 @@ def test_the_command_line_is_loud_about_faults(tmp_path: Path) -> None:
 def test_status_shows_that_this_is_a_rehearsal() -> None:
     source = FaultSource(MemorySource([], 1), {STREAM: (0, Faults(drop=0.5))})
     status = {"jobs": [], "run": None, "packets": 0, "bytes": 0, "drops": 0, "failure": None,
-              "loss": {"likely": ""}, "remote": None,
+              "loss": {"likely": ""}, "remote": None, "version": "0",
               "sources": [{"faults": source.faults()}, {"faults": {}}]}  # fmt: skip
     assert "FAULTS ARE INJECTED into mon0: drop=0.5: this is a rehearsal" in status_text(json.loads(json.dumps(status)))

@@ -105,6 +105,7 @@ def messages() -> Iterator[dict[str, Any]]:
         "epoch": 1, "step": 3, "marker": MARKER, "layout": LAYOUT, "ack": {}, "key": "model/x", "session": 1,
         "sections": [["model", 8]], "counter": "00", "parts": [[1, "model/x", 0, 8]], "percent": 1.0, "numbers": [1],
         "job": "0" * 32, "late": False, "allow_unknown": False, "report": None, "reason": "busy",
+        "path": "/x", "problem": None, "text": "no",
     }  # fmt: skip
     for kind, fields in FIELDS.items():
         yield {"v": protocol.VERSION, "type": kind, **{name: known.get(name, 2) for name in fields}}

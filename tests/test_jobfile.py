@@ -97,9 +97,10 @@ def test_markers_are_kept_in_order_and_a_torn_last_line_is_left_out(tmp_path: Pa
     path = tmp_path / "markers.jsonl"
     assert jobfile.read_markers(path) == []
     markers = [{"step": n, "seq": 3 * n, "changed": [{"lr": 0.1 / n}, None]} for n in range(1, 50)]
-    with jobfile.MarkerLog(path, pytest.fail) as log:
-        for marker in markers:
-            log.append(marker)
+    log = jobfile.MarkerLog(path, pytest.fail)
+    for marker in markers:
+        log.append(marker)
+    log.close()
     assert jobfile.read_markers(path) == markers
     with open(path, "ab") as file:
         file.write(b'{"step": 50, "se')

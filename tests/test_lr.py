@@ -13,7 +13,7 @@ from shadow_cases import describe, fields_of
 from torch.optim import lr_scheduler as schedulers
 
 from flowcheck.description import JobDescription, decode_value, encode_value
-from reconstruct.lr import SCHEDULERS, Predictor, scheduler_state, state_dict
+from reconstruct.lr import MAX_AHEAD, SCHEDULERS, Predictor, scheduler_state, state_dict
 
 Make = Callable[[torch.optim.Optimizer], Any]
 STEPS = 120
@@ -135,6 +135,63 @@ def test_late_marker_does_not_replay_from_the_start() -> None:
         assert predictor.fields(step) is not None
         assert predictor.observe(max(1, step - 5), truth[max(1, step - 5)])
     assert calls == 998 and len(predictor._answers) <= 256
+
+
+def counted(predictor: Predictor) -> list[int]:
+    """Calls of the scheduler from now on."""
+    calls = [0]
+    after = predictor._keep
+
+    def kept() -> None:
+        calls[0] += 1
+        after()
+
+    predictor._keep = kept  # type: ignore[method-assign]
+    return calls
+
+
+@pytest.mark.parametrize("name", ["CosineAnnealingWarmRestarts", "SequentialLR", "ChainedScheduler"])
+def test_a_step_far_ahead_is_refused_and_costs_nothing(name: str) -> None:
+    """An absurd marker neither calls the scheduler for ever nor changes what is said of other steps."""
+    model, real, scheduler = job(REPLAYED[name])
+    predictor = Predictor(described(model, real, scheduler, 0))
+    calls = counted(predictor)
+    truth = {step: bits(train(real, scheduler)) for step in range(1, 40)}
+    assert bits(predictor.fields(20)) == truth[20] and calls == [19]
+    for far in (20 + MAX_AHEAD + 1, 1_000_000, 10**12):
+        assert predictor.fields(far) is None and f"step {far} lies" in predictor.refused
+        assert predictor.observe(far, fields_of(real)) and predictor.scheduler(far) is None
+    assert calls == [19] and not predictor.reason
+    assert bits(predictor.fields(21)) == truth[21] and not predictor.refused and calls == [20]
+    assert predictor.fields(21 + MAX_AHEAD) is not None and calls == [20 + MAX_AHEAD]
+    assert bits(predictor.fields(30)) == truth[30] and calls[0] <= 20 + MAX_AHEAD + 30
+
+
+def test_a_long_job_goes_on_whatever_is_asked_of_its_past() -> None:
+    """Old steps are asked for again far from the attach: states that are kept give the scheduler's own bits."""
+    model, real, scheduler = job(REPLAYED["SequentialLR"])
+    predictor = Predictor(described(model, real, scheduler, 0))
+    calls = counted(predictor)
+    truth: dict[int, list[dict[str, Any]]] = {}
+    last = 2 * MAX_AHEAD + MAX_AHEAD // 2
+    for step in range(1, last + 1):
+        fields = train(real, scheduler)
+        if step % 777 == 0 or step > last - 2000:
+            truth[step] = bits(fields)
+        if step % 300 == 0:
+            assert predictor.fields(step) is not None
+    assert calls[0] < last
+    for step in (last - 1500, last, 777, last - 900, last - 1):
+        before = calls[0]
+        assert bits(predictor.fields(step)) == truth[step]
+        assert calls[0] - before <= MAX_AHEAD
+    assert len(predictor._kept) == 4
+
+
+def test_without_a_scheduler_any_step_is_known() -> None:
+    model, real, _ = job(None)
+    predictor = Predictor(describe(model, real, 10))
+    assert bits(predictor.fields(10**9)) == bits(fields_of(real))
 
 
 def test_state_is_json_as_it_stands() -> None:

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import zmq
-from recording import Recording, random_bytes, wait_for
+from recording import Reading, Recording, random_bytes, wait_for
 from test_description import job
 
 from flowcheck import client, protocol
+from flowcheck import server as server_module
 from flowcheck.connection import Connection, Unreachable
 from flowcheck.description import BufferSpec, JobDescription, TensorSpec
 from flowcheck.errors import FlowcheckError, NothingRestorable, Revoked, UsageError
@@ -117,7 +118,7 @@ def test_a_chunk_damaged_on_the_way_is_noticed(
     service: Recording, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.snapshot = snapshot(100)
-    monkeypatch.setattr("flowcheck.server.digest", lambda data: digest(bytes(data) + b"x"))
+    monkeypatch.setattr("flowcheck.fetching.digest", lambda data: digest(bytes(data) + b"x"))
     with pytest.raises(FlowcheckError, match="damaged on the way"):
         client.fetch(server.endpoints[0])
 
@@ -298,6 +299,35 @@ def test_a_slow_open_does_not_hold_markers_up(service: Recording, server: Server
     assert not thread.is_alive()
 
 
+def test_a_read_that_hangs_holds_up_neither_others_nor_the_end(
+    service: Recording, server: Server, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of a stored step does on a disk that does not answer."""
+    monkeypatch.setattr(server_module, "CLOSE_S", 0.2)
+    service.snapshot = snapshot(CHUNK)
+    begun, gate, reads = threading.Event(), threading.Event(), Reading.read
+
+    def hang(*args: Any) -> memoryview:
+        begun.set()
+        gate.wait(20)
+        return reads(*args)
+
+    raw.send(protocol.encode("fetch-begin", run=None, step="latest", allow_unknown=False))
+    session = raw.receive()[1]["session"]
+    monkeypatch.setattr(Reading, "read", hang)
+    raw.send(read(session, 0))
+    assert begun.wait(5)
+    monkeypatch.setattr(Reading, "read", reads)
+    assert client.fetch(server.endpoints[0]).step == 42
+    assert client.status(server.endpoints[0], timeout=1)
+    started = time.monotonic()
+    server.close()
+    assert time.monotonic() - started < 3
+    assert not service.readings[0].closed, "its memory is being read"
+    gate.set()
+    wait_for(lambda: service.readings[0].closed)
+
+
 # Uploads
 
 
@@ -430,8 +460,10 @@ HOSTILE: list[list[bytes]] = [
 
 
 def test_malformed_messages_cost_a_counter(service: Recording, server: Server, raw: Raw) -> None:
-    for number, frames in enumerate(HOSTILE, 1):
+    number = 0
+    for frames in HOSTILE:
         raw.send(*frames)
+        number += b'"fetch-read"' not in frames[0]  # well said, by one who was cut
         if b'"marker"' not in frames[0] or b'"epoch":1' not in frames[0]:
             kind, answer = raw.receive()
             assert kind == "error", frames

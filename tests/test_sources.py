@@ -5,15 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import struct
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from failing_disk import failing_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -304,14 +307,104 @@ def test_what_is_no_capture_file_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_while_it_is_read_stops_and_does_not_crash(tmp_path: Path) -> None:
     path = tmp_path / "a.pcap"
-    path.write_bytes(pcap_bytes(some_frames(30000)))
+    frames = some_frames(100_000)
+    path.write_bytes(pcap_bytes(frames))
     source = CaptureFileSource([path])
-    assert source.read(0) is not None
-    os.truncate(path, 24)
-    while source.read(0) is not None:
-        pass
+    block = source.read(0)
+    assert block is not None
+    os.truncate(path, 3_000_000)
+    got = frames_of(block)
+    while (block := source.read(0)) is not None:
+        got += frames_of(block)
     assert source.finished
-    assert "became shorter" in source.problems[0]
+    assert 30_000 < len(got) < 60_000 and got == frames[: len(got)]
+    (problem,) = source.problems
+    assert problem == (
+        f"{path}: it became shorter while it was read and ends at byte 3000000 now: stopped after {len(got)} frames"
+    )
+
+
+def test_a_disk_that_fails_ends_the_file_with_its_name_and_byte_and_not_the_process(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    frames = [Frame(i, bytes([i & 0xFF]) * 1000, 1000) for i in range(12_000)]
+    healthy = tmp_path / "healthy.pcap"
+    healthy.write_bytes(pcap_bytes(frames[:50]))
+    with failing_disk(tmp_path_factory.mktemp("failing"), 32) as disk:
+        if isinstance(disk, str):
+            pytest.skip(disk)
+        path = disk.path / "a.pcap"
+        path.write_bytes(pcap_bytes(frames))
+        os.sync()
+        source = CaptureFileSource([path, healthy])
+        block = source.read(0)
+        assert block is not None
+        first = frames_of(block)
+        disk.forget()
+        disk("eio-read")
+        with pytest.raises(FlowcheckError, match=f"cannot read {path}: byte 0 cannot be read, .*Input/output error"):
+            CaptureFileSource([path])
+        got = [*first, *(frame for block in read_on(source) for frame in frames_of(block))]
+        disk("ok")
+    (problem,) = source.problems
+    match = re.fullmatch(
+        rf"{path}: byte (\d+) cannot be read, check its disk: Input/output error: stopped after (\d+) frames", problem
+    )
+    assert match is not None, problem
+    byte, count = map(int, match.groups())
+    # All that was read before it, the other file whole, and nothing else.
+    assert 1_000 < count < 12_000 and 0 <= byte - (24 + 1016 * count) < 1016
+    assert sorted(got, key=lambda frame: frame.ts) == sorted([*frames[:count], *frames[:50]], key=lambda f: f.ts)
+
+
+def read_on(source: Source) -> Iterator[Block]:
+    while (block := source.read(0)) is not None:
+        yield block
+
+
+@pytest.mark.parametrize("kind", ["whole", "cut", "trailer", "packet", "section"])
+def test_a_pcapng_block_larger_than_any_frame_is_passed_over_unread(kind: str, tmp_path: Path) -> None:
+    """4 GiB less 4 bytes, most of them a hole of the file."""
+    total = (1 << 32) - 4
+    head = section("<") + interface("<", 1) + enhanced("<", 0, 5, b"abcd", 4)
+    number = {"packet": 6, "section": 0x0A0D0D0A}.get(kind, 0x0BAD)
+    with open(tmp_path / "a.pcapng", "wb") as file:
+        file.write(head + struct.pack("<II", number, total))
+        if kind == "section":
+            file.write(struct.pack("<IHHq", 0x1A2B3C4D, 1, 0, -1))
+        file.seek(len(head) + total - 4)
+        file.write(struct.pack("<I", total - 4 * (kind == "trailer")))
+        if kind != "cut":
+            file.write(enhanced("<", 0, 6, b"efgh", 4))
+        else:
+            file.truncate(len(head) + total - 4)
+    before = anonymous()
+    frames, problems = read_files([tmp_path / "a.pcapng"])
+    assert anonymous() - before < 64 << 20
+    first, second = Frame(5000, b"abcd", 4), Frame(6000, b"efgh", 4)
+    place = "section header" if kind == "section" else "record"
+    said = {
+        "cut": "runs past the end of the file", "trailer": "has two lengths that differ",
+        "packet": "has an impossible length", "section": "has an impossible length",
+    }  # fmt: skip
+    if kind == "whole":
+        assert (frames, problems) == ([first, second], [])
+    else:
+        assert frames == [first]
+        assert f"the {place} at byte {len(head)} {said[kind]}" in problems[0]
+
+
+def test_frames_larger_than_what_is_read_at_a_time(tmp_path: Path) -> None:
+    """The largest ones that are believed, at every place relative to the portions; of many files, which share them."""
+    frames = [Frame(i, bytes([i]) * size, size) for i, size in enumerate([3, 16 << 20, 5 << 20, 7, (16 << 20) - 9])]
+    plain, blocks = tmp_path / "a.pcap", tmp_path / "a.pcapng"
+    plain.write_bytes(pcap_bytes(frames))
+    assert read_files([plain]) == (frames, [])
+    blocks.write_bytes(
+        section("<") + interface("<", 1, (9, b"\x09"))
+        + b"".join(enhanced("<", 0, frame.ts, frame.data, frame.wirelen) for frame in frames)
+    )  # fmt: skip
+    assert read_files([blocks]) == (frames, [])
 
 
 def corrupt(data: bytes, edits: list[tuple[int, int]], length: int) -> tuple[bytes, int]:
@@ -442,8 +535,16 @@ def test_blocks_stay_valid_after_close(tmp_path: Path) -> None:
     assert frames_of(block) == some_frames(5)
 
 
-def test_pages_behind_are_given_back(tmp_path: Path) -> None:
-    """Resident memory stays bounded while a file of 300 MiB is read, and every byte still reads right."""
+def anonymous() -> int:
+    """Bytes of memory that this process holds and that are no file's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no RssAnon")
+
+
+def test_memory_behind_the_blocks_in_use_is_given_back(tmp_path: Path) -> None:
+    """It stays bounded while a file of 300 MiB is read, and a block that is held stays whole."""
     path = tmp_path / "big.pcap"
     body = bytes(range(256)) * 256
     with open(path, "wb") as file:
@@ -451,24 +552,29 @@ def test_pages_behind_are_given_back(tmp_path: Path) -> None:
         for i in range(4800):
             file.write(struct.pack("<IIII", i, 0, len(body), len(body)) + body)
 
-    def resident() -> int:
-        """Pages of files that are mapped into this process, in bytes."""
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssFile:"):
-                return int(line.split()[1]) << 10
-        raise AssertionError("no RssFile")
+    def right(block: Block) -> bool:
+        spans = zip(block.offset.tolist(), block.caplen.tolist(), strict=True)
+        return all(block.base[o : o + c].tobytes() == body for o, c in spans)
 
     source = CaptureFileSource([path])
-    before = resident()
-    most = 0
-    frames = 0
-    while (block := source.read(0)) is not None:
-        for o, c in zip(block.offset, block.caplen, strict=True):
-            assert block.base[o : o + c].tobytes() == body
+    before = anonymous()
+    most = frames = 0
+    held: list[Block] = []
+    for number, block in enumerate(read_on(source)):
+        assert right(block)
         frames += len(block)
-        most = max(most, resident() - before)
+        most = max(most, anonymous() - before)
+        if 10 <= number < 20:
+            held.append(block)
+        else:
+            source.release(block)
+        if number == 30:
+            assert all(right(one) for one in held)
+            for one in reversed(held):  # in any order
+                source.release(one)
     assert frames == 4800
-    assert 1 << 20 < most < 100 << 20
+    assert 1 << 20 < most < 64 << 20
+    assert anonymous() - before < 16 << 20
     path.unlink()
 
 

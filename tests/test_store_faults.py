@@ -385,25 +385,39 @@ def test_a_checksum_holds_for_the_bytes_that_are_given_out(store: Store, monkeyp
 def test_markers_survive_a_full_disk_and_a_torn_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     path = tmp_path / "e1" / "markers.jsonl"
-    with MarkerLog(path, said.append) as log:
-        log.append({"step": 1})  # the epoch's folder is not there: so is the disk
-        assert len(said) == 1 and "markers are missing" in said[0]
-        path.parent.mkdir()
-        log.append({"step": 2})
-        assert said[1:] == [f"{path}: markers are written again, 1 are missing"]
-        write = os.write
-        monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:4]))
-        log.append({"step": 3})
-        log.append({"step": 4})
-        monkeypatch.setattr(os, "write", write)
-        log.append({"step": 5})
-        assert len(said) == 4 and said[3].endswith("2 are missing")
+
+    def append(log: MarkerLog, step: int) -> None:
+        log.append({"step": step})
+        while log.status()["waiting"]:
+            time.sleep(0.001)
+
+    log = MarkerLog(path, said.append)
+    append(log, 1)  # the epoch's folder is not there: so is the disk
+    assert said == [f"the markers file {path}: lines are missing in it from now on: No such file or directory"]
+    assert log.status() == {
+        "name": f"the markers file {path}", "waiting": 0, "missing": 1, "problem": "No such file or directory"
+    }  # fmt: skip
+    path.parent.mkdir()
+    append(log, 2)
+    assert said[1:] == [f"the markers file {path}: lines are written again, 1 are missing"]
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:4]))
+    append(log, 3)
+    append(log, 4)
+    monkeypatch.setattr(os, "write", write)
+    append(log, 5)
+    assert len(said) == 4 and said[3].endswith("2 are missing")
+    assert log.status() == {"name": f"the markers file {path}", "waiting": 0, "missing": 3, "problem": None}
+    log.close()
     assert [marker["step"] for marker in jobfile.read_markers(path)] == [2, 5]
     with open(path, "ab") as file:
         file.write(b'{"step": 6, "torn by a ki')
-    with MarkerLog(path, said.append) as log:
-        log.append({"step": 7})
-    assert [marker["step"] for marker in jobfile.read_markers(path)] == [2, 5, 7]
+    log = MarkerLog(path, said.append)
+    for step in range(7, 500):
+        log.append({"step": step})
+    log.close()  # waits for all of them
+    log.append({"step": 500})
+    assert [marker["step"] for marker in jobfile.read_markers(path)] == [2, 5, *range(7, 500)]
 
 
 def test_headers_that_lie_about_lengths(tmp_path: Path) -> None:

@@ -190,7 +190,12 @@ def test_markers_of_a_time_without_room_are_missing_and_said(
     here = node(store=tmp_path / "store", every_steps=1)
     job = SyntheticJob()
     held = here.attach(job)
+
+    def settled() -> bool:
+        return not any(file["waiting"] for file in here.jobs.status()["disks"])
+
     here.step(job, held)
+    wait_for(settled)
     write = os.write
     path = tmp_path / "store" / "made-up" / "e1" / "markers.jsonl"
 
@@ -202,12 +207,13 @@ def test_markers_of_a_time_without_room_are_missing_and_said(
     monkeypatch.setattr(os, "write", full)
     for _ in range(2):
         here.step(job, held)
+    wait_for(settled)
     monkeypatch.setattr(os, "write", write)
     here.step(job, held)
-    wait_for(lambda: held.checked == 4)
+    wait_for(lambda: held.checked == 4 and settled())
     assert [m["step"] for m in jobfile.read_markers(path) if "step" in m] == [1, 4]
-    assert len([line for line in here.lines if "markers are missing" in line]) == 1
-    assert any("markers are written again, 2 are missing" in line for line in here.lines)
+    assert len([line for line in here.lines if "lines are missing in it from now on: No space" in line]) == 1
+    assert any("lines are written again, 2 are missing" in line for line in here.lines)
 
 
 def test_a_daemon_brings_its_steps_to_a_url(node: Callable[..., Node], tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class LabConfig:
     trainer_cpus: tuple[int, ...] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     grace: float = 10.0
-    daemon_start: float = 180.0
+    daemon_start: float = 600.0
     daemon_stop: float = 300.0
 
     def __post_init__(self) -> None:

@@ -147,6 +147,10 @@ class Lab:
             message = f"the daemon ended with status {self.daemon_status} before it listened: see above"
             raise (NoPermission if self.daemon_status == 77 else FlowcheckError)(message)
 
+    def signal_daemon(self, number: int) -> None:
+        """Send the daemon a signal that does not end it, such as SIGSTOP and SIGCONT; returns at once."""
+        self._signal([DAEMON], number)
+
     def kill_daemon(self, number: int = signal.SIGKILL, timeout: float = 60.0) -> int:
         """Signal the daemon and wait for its end; returns its exit status. `start_daemon` may follow."""
         if DAEMON in self._running:

@@ -75,7 +75,7 @@ class LaneTable:
         near = np.isin(words >> 16 & 0xFFFF, ports) | np.isin(words & 0xFFFF, ports)
         for flow in np.flatnonzero(near).tolist():
             status = int(self.state.status[flow])
-            claim = self._claim_of(flow) if status in (g.HEAD, g.LANE, g.OTHER) else None
+            claim = self._claim_of(flow, before=True) if status in (g.HEAD, g.LANE, g.OTHER) else None
             if claim is not None:
                 self._claim_late(flow, status, claim)
 
@@ -210,9 +210,9 @@ class LaneTable:
         state.pre[lane, : head.size] = head
         row[g.HAVE] = head.size
 
-    def _claim_of(self, flow: int) -> Claim | None:
-        flows = self._flows
-        return self._claims.find(flows.endpoint_src(flow), flows.endpoint_dst(flow), flows.vantage(flow))
+    def _claim_of(self, flow: int, *, before: bool = False) -> Claim | None:
+        source, destination = self._flows.endpoint_src(flow), self._flows.endpoint_dst(flow)
+        return self._claims.find(source, destination, self._flows.vantage(flow), before=before)
 
     def dismiss(self, lane: int) -> None:
         """Stop following a flow that nobody claims and that turned out to be no gloo."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from reconstruct.nccl import state as n
+from reconstruct.nccl.allowance import Allowance
 from reconstruct.nccl.blueprint import SURE_MTU, Blueprint, Part
 from reconstruct.nccl.group import Edge
 from reconstruct.nccl.lanes import Lane, Lanes
@@ -25,6 +27,7 @@ __all__ = ["Bound", "Connection", "Fit", "Match", "Reader", "Use", "first_of"]
 
 _MOST_WAYS = 2000
 _MOST_FITS = 1024
+_MOST_SLOTS = 256  # rows of places that are told apart before all of them are forgotten
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +145,16 @@ class Bound:
     phase: int
 
 
+class _Row(NamedTuple):
+    """How one lane agrees with places: by place (fit, phase), the fit of most messages, whether any waits; any: whether
+    it agrees with one at all, also if the set-up named another."""
+
+    fits: dict[int, tuple[Fit, int]]
+    best: Fit | None
+    waiting: bool
+    any: bool
+
+
 def first_of(times: Iterable[int]) -> int:
     """The earliest of times, of which 0 is none; 0 if all are none."""
     return min((time for time in times if time > 0), default=0)
@@ -185,8 +198,11 @@ def _only_way(lanes: list[int], ends: list[tuple[int, int]], fits: set[tuple[int
 class Reader:
     """Compares the kept messages of lanes with collectives."""
 
-    def __init__(self, lanes: Lanes, pairs: int, split: bool, endian: int) -> None:
+    def __init__(self, lanes: Lanes, pairs: int, split: bool, endian: int, allowance: Allowance) -> None:
         self.lanes, self.pairs, self.split, self.endian = lanes, pairs, split, endian
+        self._allowance = allowance
+        self._slots: dict[object, int] = {}
+        self._numbered = 0
         self.apart: bool | None = None
         """Whether long messages have their immediate in a packet of its own; None while unknown."""
         self.mtu = 0
@@ -223,16 +239,19 @@ class Reader:
             self.longest,
         )  # fmt: skip
         if key not in lane.fits:
-            if len(lane.fits) > _MOST_FITS:
-                lane.fits.clear()
-            lane.fits[key] = self._fit(lane, connection, pair, phase, extra, apart, start)
+            self._make_room(lane)
+            lane.fits[key] = self._fit(lane, connection, pair, phase, extra, apart)
         found: Fit | None = lane.fits[key]
         return found
 
-    def _fit(self, lane: Lane, connection: Connection, pair: int, phase: int, extra: Blueprint | None, apart: bool,
-             start: int) -> Fit | None:
-        """The same; start: the boundary."""
+    def _make_room(self, lane: Lane) -> None:
+        if len(lane.fits) > _MOST_FITS:
+            lane.fits.clear()
+
+    def _fit(self, lane: Lane, connection: Connection, pair: int, phase: int, extra: Blueprint | None,
+             apart: bool) -> Fit | None:
         seen = self.seen(lane)
+        start = int(self.lanes.state.lanes[lane.index, n.L_NEXT])
         uses = [
             (use.part, use.blueprint, use.number, use.base) for use in connection.uses[connection.done.get(pair, 0) :]
         ]
@@ -277,62 +296,99 @@ class Reader:
             if pair not in connection.lanes and self._sends(connection, pair, extra)
         ]
         lanes = sorted(lanes, key=lambda lane: lane.pair)
-        fits: dict[tuple[int, int], tuple[Fit, int]] = {}
-        for at, lane in enumerate(lanes):
-            for place, (number, pair) in enumerate(slots):
-                found = self._phases(lane, connections[number], pair, extra, apart)
-                if found is not None and lane.named in (-1, number):
-                    fits[at, place] = found
-        able = [at for at in range(len(lanes)) if any((at, place) in fits for place in range(len(slots)))]
+        rows = self._rows(lanes, slots, connections, extra, apart)
+        if rows is None:
+            return Match([], 0, False, True, 0, 0, 0, True)
+        able = [at for at, row in enumerate(rows) if row.fits]
+        fine = len(able) == len(lanes)
         if len(able) > len(slots):  # collectives follow one another: the others have carried something of a later one
             able = sorted(sorted(able, key=lambda at: lanes[at].queue[0].time)[: len(slots)])
-        best = [max((fits[a, p][0] for a, p in fits if a == at), key=lambda fit: fit.matched) for at in able]
-        waiting = any(fit.waiting for fit, _ in fits.values())
+        best = [fit for at in able if (fit := rows[at].best) is not None]
+        waiting = any(row.waiting for row in rows)
         ranks = {self._ends(connections[number]) for number, _ in slots}
         places: list[Bound] = []
         if able and len(able) == len(slots) and not waiting:
             chosen = [(at, place) for place, at in enumerate(able)]
             if len(ranks) > 1:
-                chosen = _only_way(able, [self._ends(connections[number]) for number, _ in slots], set(fits))
-            if chosen and all(key in fits and fits[key][1] >= 0 for key in chosen):
-                places = [Bound(lanes[at], *slots[place], fits[at, place][1]) for at, place in chosen]
+                fits = {(at, place) for at in able for place in rows[at].fits}
+                chosen = _only_way(able, [self._ends(connections[number]) for number, _ in slots], fits)
+            if chosen and all(place in rows[at].fits and rows[at].fits[place][1] >= 0 for at, place in chosen):
+                places = [Bound(lanes[at], *slots[place], rows[at].fits[place][1]) for at, place in chosen]
+        others = set(range(len(lanes))).difference(able)
         return Match(
             places,
             sum(fit.matched for fit in best),
             len(able) < len(slots) <= len(lanes),  # every lane that there should be shows something, but not this
-            all(any((at, place) in fits for place in range(len(slots))) for at in range(len(lanes))),
+            fine,
             first_of(fit.began for fit in best),
-            first_of([
-                *(fit.later for fit in best),
-                *(lanes[at].queue[0].time for at in range(len(lanes)) if at not in able),
-            ]),
+            first_of([*(fit.later for fit in best), *(lanes[at].queue[0].time for at in others)]),
             max((fit.given for fit in best), default=0),
             waiting,
+        )
+
+    def _rows(self, lanes: list[Lane], slots: list[tuple[int, int]], connections: dict[int, Connection],
+              extra: Blueprint | None, apart: bool) -> list[_Row] | None:
+        """How each lane agrees with places (number of the connection, queue pair); None: not all can be told now.
+
+        A row is made again only where the lane or one of the connections has changed.
+        """
+        state = tuple(
+            (number, pair, c.phase, c.number, c.step, bool(c.lanes),
+             tuple((use, use.blueprint) for use in c.uses[c.done.get(pair, 0) :]))
+            for number, pair in slots
+            for c in (connections[number],)
         )  # fmt: skip
+        if state not in self._slots:
+            if len(self._slots) > _MOST_SLOTS:
+                self._slots.clear()
+            self._slots[state] = self._numbered = self._numbered + 1
+        rows: list[_Row] = []
+        for lane in lanes:
+            start = int(self.lanes.state.lanes[lane.index, n.L_NEXT])
+            key = self._slots[state], extra, apart, start, lane.mtu, self.mtu, self.longest, lane.named
+            row: _Row | None = lane.fits.get(key)
+            if row is None:
+                if not self._allowance.compare(len(slots)):
+                    return None
+                self._make_room(lane)
+                row = lane.fits[key] = self._row(lane, slots, connections, extra, apart)
+            rows.append(row)
+        return rows
+
+    def _row(self, lane: Lane, slots: list[tuple[int, int]], connections: dict[int, Connection],
+             extra: Blueprint | None, apart: bool) -> _Row:
+        found = {
+            place: fit
+            for place, (number, pair) in enumerate(slots)
+            if (fit := self._phases(lane, connections[number], pair, extra, apart)) is not None
+        }
+        fits = {place: fit for place, fit in found.items() if lane.named in (-1, slots[place][0])}
+        best = max((fit for fit, _ in fits.values()), key=lambda fit: fit.matched, default=None)
+        return _Row(fits, best, any(fit.waiting for fit, _ in fits.values()), bool(found))
 
     @staticmethod
     def _ends(connection: Connection) -> tuple[int, int]:
         return connection.edge.sender, connection.edge.receiver
 
-    def strange(self, lane: Lane, connections: Iterable[Connection]) -> bool:
-        """Whether a lane contradicts all connections that it could be of, each of which has carried something."""
-        return all(
-            connection.uses
-            and all(
-                self._phases(lane, connection, pair, None, apart) is None
-                for pair in range(self.pairs)
-                if pair not in connection.lanes
-                for apart in ((False, True) if self.apart is None else (self.apart,))
-            )
-            for connection in connections
-        )
+    def strange(self, lanes: list[Lane], connections: dict[int, Connection]) -> list[Lane]:
+        """Lanes that contradict all connections that they could be of, each of which has carried something."""
+        if not all(connection.uses for connection in connections.values()):
+            return []
+        slots = [(number, pair) for number, c in connections.items() for pair in range(self.pairs)
+                 if pair not in c.lanes]  # fmt: skip
+        for apart in (False, True) if self.apart is None else (self.apart,):
+            rows = self._rows(lanes, slots, connections, None, apart)
+            if rows is None:
+                return []
+            lanes = [lane for lane, row in zip(lanes, rows, strict=True) if not row.any]
+        return lanes
 
     def _phases(self, lane: Lane, connection: Connection, pair: int, extra: Blueprint | None,
                 apart: bool) -> tuple[Fit, int] | None:
         """(fit, phase); phase -1: several are possible."""
         known = bool(connection.lanes) or self.split or self.pairs == 1 or self._from_start(lane)
         phases = [connection.phase] if known else list(range(self.pairs))
-        found = [(fit, p) for p in phases if (fit := self.fit(lane, connection, pair, p, extra, apart)) is not None]
+        found = [(fit, p) for p in phases if (fit := self._fit(lane, connection, pair, p, extra, apart)) is not None]
         if not found:
             return None
         return found[0] if len(found) == 1 else (found[0][0], -1)

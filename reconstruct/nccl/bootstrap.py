@@ -27,6 +27,8 @@ _ADDRESS = 28
 MOST_MESSAGE = 1 << 20
 """Bytes of a message of the bootstrap."""
 _MOST_RANKS = 1 << 16
+_MOST_CLAIMED = 1 << 20  # ranks of all communicators together: a few bytes can claim the most of each
+_MOST_MESSAGES = 1 << 19  # of all streams together: of four bytes and one each there could be millions
 _KINDS = {0: "p2p", 1: "ring", 2: "tree", 4: "nvls"}
 
 _RELEASES = ("2.18.0", "2.19.0", "2.20.0", "2.21.0", "2.22.0", "2.23.0", "2.24.0", "2.25.0", "2.26.0", "2.27.0",
@@ -167,10 +169,11 @@ def _address(data: bytes, at: int = 0) -> Endpoint | None:
     return None
 
 
-def _messages(stream: bytes | bytearray) -> list[bytes] | None:
-    """The messages after the hello that are complete; None if this is no bootstrap connection."""
-    at, found = HELLO, []
-    while at + 4 <= len(stream):
+def _messages(stream: bytes | bytearray, most: int) -> list[bytes] | None:
+    """The first `most` messages after the hello that are complete; None if this is no bootstrap connection."""
+    at = HELLO
+    found: list[bytes] = []
+    while at + 4 <= len(stream) and len(found) < most:
         (size,) = struct.unpack_from("<i", stream, at)
         if not 0 < size <= MOST_MESSAGE:
             return None
@@ -228,10 +231,18 @@ class _Gathering:
         """(sender of the message, its destination, tag, listeners of its receive connections)"""
         self.over = False
 
-    def take(self, stream: SetUpStream) -> None:
+    @property
+    def size(self) -> int:
+        """World size, as far as it was told."""
+        return self.world or (max(self.graphs) + 1 if self.graphs else 0)
+
+    def take(self, stream: SetUpStream, most: int) -> int:
+        """Read a stream, `most` messages each way; returns how many were read."""
+        count = 0
         for data, way in ((stream.forward, stream.destination), (stream.backward, stream.source)):
             begins_here = data is stream.forward
-            messages = _messages(data if begins_here else bytes(HELLO) + bytes(data)) or []
+            messages = _messages(data if begins_here else bytes(HELLO) + bytes(data), most) or []
+            count += len(messages)
             if not messages:
                 continue
             if len(messages[0]) == 64 and begins_here:
@@ -244,6 +255,7 @@ class _Gathering:
                     self.wired.append((rank, way, tag, _listeners(messages[2])))
             elif self._gathered(messages):
                 self.over |= stream.over
+        return count
 
     def _gathered(self, messages: list[bytes]) -> bool:
         """All-gathers around the ring of ranks: in every one, message k is of the rank k places before the
@@ -272,7 +284,7 @@ class _Gathering:
             return Member(self.magic, self.world, ())
         size = sizes.pop() if sizes else 0
         versions = tuple(_versions(size))
-        world = self.world or (max(self.graphs) + 1 if self.graphs else 0)
+        world = self.size
         full = world > 0 and set(self.graphs) == set(range(world))
         addresses = tuple(self.addresses.get(rank) for rank in range(world))
         seen = Member(
@@ -291,10 +303,16 @@ class _Gathering:
 
     def _pairs(self, addresses: tuple[Endpoint | None, ...]) -> tuple[tuple[int, int, int], ...]:
         counts: dict[tuple[int, int], set[int]] = {}
+        ranks = _ranks(addresses)
         for receiver, to, tag, listeners in self.wired:
-            if tag & 0x7F == 1 and listeners and to in addresses:
-                counts.setdefault((addresses.index(to), receiver), set()).add(len(listeners))
+            if tag & 0x7F == 1 and listeners and to in ranks:
+                counts.setdefault((ranks[to], receiver), set()).add(len(listeners))
         return tuple((*pair, min(told)) for pair, told in sorted(counts.items()) if len(told) == 1)
+
+
+def _ranks(addresses: tuple[Endpoint | None, ...]) -> dict[Endpoint, int]:
+    """The first rank that listens at each address."""
+    return {address: rank for rank, address in reversed(list(enumerate(addresses))) if address is not None}
 
 
 def _versions(size: int) -> list[Span]:
@@ -325,6 +343,7 @@ def read_setup(streams: Iterable[SetUpStream], qps: int = 1) -> Setup:
     """What the streams say, together. qps: QPs of a connection, as the description says; numbers beyond are garbage."""
     members: dict[int, _Gathering] = {}
     made: list[NetConnection] = []
+    left = _MOST_MESSAGES
     for stream in streams:
         magic, kind = struct.unpack_from("<QI", stream.forward) if len(stream.forward) >= HELLO else (0, 0)
         if kind == NET_IB and magic == MAGIC:
@@ -332,14 +351,21 @@ def read_setup(streams: Iterable[SetUpStream], qps: int = 1) -> Setup:
             if connection is not None:
                 made.append(connection)
         elif kind == BOOTSTRAP:
-            members.setdefault(magic, _Gathering(magic)).take(stream)
+            left -= members.setdefault(magic, _Gathering(magic)).take(stream, left // 2)
+    claimed = 0
+    for gathering in sorted(members.values(), key=lambda one: -len(one.graphs)):
+        claimed += gathering.size
+        if claimed > _MOST_CLAIMED:
+            claimed -= gathering.size
+            del members[gathering.magic]
     found = []
     owner: dict[Endpoint, list[tuple[int, Listener]]] = {}
     for number, gathering in enumerate(members.values()):
         member = gathering.member()
         found.append(member)
+        ranks = _ranks(member.addresses)
         for rank, to, tag, listeners in gathering.wired:
-            peer = member.addresses.index(to) if to in member.addresses else -1
+            peer = ranks.get(to, -1)
             for at, listener in enumerate(listeners):
                 role = _KINDS.get(tag & 0x7F, "")
                 channel = _channel(member, role, peer, rank, at)

@@ -30,6 +30,7 @@ from reconstruct.decoder import ALLREDUCE, IGNORE, Event, FlowClosed, Plan, Plan
 from reconstruct.groups import normal
 from reconstruct.landing import Landing
 from reconstruct.nccl import state as n
+from reconstruct.nccl.allowance import Allowance
 from reconstruct.nccl.blame import lose, losses
 from reconstruct.nccl.follow import Follower
 from reconstruct.nccl.group import NcclGroup
@@ -72,6 +73,7 @@ class NcclDecoder:
         self._flows, self._roce = flows, roce
         self._held = Holdings(budget_bytes)
         self._lanes = Lanes(flows, max_lanes)
+        self._allowance = Allowance()
         self._groups: dict[str, Follower] = {}
         self._nodes: dict[str, dict[str, int]] = {}  # group -> address -> node
         self._attached: dict[str, int] = {}
@@ -98,7 +100,9 @@ class NcclDecoder:
             for address in addresses:
                 nodes[normal(address)] = group.nodes[rank]
         decoder = weakref.proxy(self)  # else the two keep each other until the collector of cycles comes
-        follower = Follower(group, sequence, self._lanes, self._held, lambda request: decoder.planner(request))
+        follower = Follower(
+            group, sequence, self._lanes, self._held, lambda request: decoder.planner(request), self._allowance
+        )
         self._groups[group.name], self._nodes[group.name] = follower, nodes
         self._attached[group.name] = 0 if attached is None else attached
         self._vantage[group.name] = vantage
@@ -112,7 +116,7 @@ class NcclDecoder:
             return
         for flow in follower.roster.cts_flows():
             self._lanes.forget_cts(flow, n.UNMET)
-        for lane in list(follower.roster.lanes):
+        for lane in [*follower.roster.lanes, *follower.roster.left]:
             follower.closed(lane)
             self._lanes.close(lane, n.UNMET)
             del self._owner[lane.index]
@@ -237,11 +241,17 @@ class NcclDecoder:
             "memory_bytes": self._held.budget.held,
         }
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last feed has put something off until the next one."""
+        return self._allowance.short
+
     # Feeding
 
     def feed(self, spans: MessageSpans, now: int) -> list[Event]:
         """Take a batch of spans; `now` is the capture time reached, ns. Returns what happened, in order."""
         lanes, messages = self._lanes, self._roce.messages
+        self._allowance.renew()
         lanes.fit_rows(len(messages))
         cursor = lanes.state.cursor
         cursor[n.C_SPAN] = cursor[n.C_LOG] = 0
@@ -294,14 +304,23 @@ class NcclDecoder:
             if min(ends) < 0 or ends[0] == ends[1] or self._vantage[name] not in (None, self._flows.vantage(flow)):
                 continue
             form = tuple(getattr(follower.form, field) for field in _FORM_FIELDS)
-            if message[M_PACKETS] == 1 and message[M_LENGTH] == form[0] and message[M_IMM] < 0:
+            announces = message[M_PACKETS] == 1 and message[M_LENGTH] == form[0] and message[M_IMM] < 0
+            if follower.refuse(ends, bool(announces)):
+                self._refused += 1
+                return
+            if announces:
                 if self._lanes.read_cts(flow, form):
                     follower.roster.announces(flow, ends)
+                else:
+                    self._refused += 1
+                    follower.full(len(self._lanes.state.lanes))
                 return
             late = self._lanes.state.track[flow, 1] >= self._attached[name] > 0
             lane = None if late else self._lanes.open(flow, ends, self._attached[name], follower.endian)
             if lane is None:
                 self._refused += 1
+                if not late:
+                    follower.full(len(self._lanes.state.lanes))
                 return
             self._owner[lane.index] = follower
             follower.opened(lane)

@@ -31,6 +31,7 @@ from reconstruct.decoder import (
 )
 from reconstruct.landing import Landing
 from reconstruct.nccl import state as n
+from reconstruct.nccl.allowance import Allowance
 from reconstruct.nccl.binding import Reader, first_of
 from reconstruct.nccl.blueprint import Blueprint
 from reconstruct.nccl.evidence import Evidence
@@ -62,6 +63,14 @@ _LATE = (
     "first seen in the middle of its life, after {} packets (queue pair {} at {}): where a collective begins on it is "
     "not known, and nothing of it is used; now that it is seen, attach again"
 )
+_CROWDED = (
+    "more than {} queue pairs from one node to another, and what they are is not known: more are not followed; if "
+    "other jobs use these addresses, mirror their ports elsewhere, and attach again"
+)
+_FULL = (
+    "{} queue pairs are followed, as many as there is room for: more are not; if they are of other jobs, mirror these "
+    "elsewhere, and attach again"
+)
 _UNTOLD = (
     "which queue pair is which channel cannot be told from one direction: mirror the other one, too (what a receiver "
     "announces names the sender), or have the mirror on when the job starts"
@@ -77,8 +86,9 @@ _GONE = "whole collectives were lost on every mirrored link, and which ones is n
 class Follower:
     """One group."""
 
-    def __init__(self, group: NcclGroup, sequence: int, lanes: Lanes, held: Holdings, planner: Planner) -> None:
-        self.group, self.planner = group, planner
+    def __init__(self, group: NcclGroup, sequence: int, lanes: Lanes, held: Holdings, planner: Planner,
+                 allowance: Allowance) -> None:
+        self.group, self.planner, self._allowance = group, planner, allowance
         self.dirty = False
         """`advance` may find something new."""
         release = traits(group.version)
@@ -92,7 +102,7 @@ class Follower:
         self.roster = Roster(group, lanes)
         self.ledger = Ledger(group, sequence, self.roster, lanes, held)
         self._lanes, self._held = lanes, held
-        self._reader = Reader(lanes, group.qps, split and group.qps > 1, self.endian)
+        self._reader = Reader(lanes, group.qps, split and group.qps > 1, self.endian, allowance)
         if group.sockets:
             self._reader.mtu, self._reader.apart = WHOLE, False
         self._keeper = Keeper(lanes, held, self._reader)
@@ -103,12 +113,13 @@ class Follower:
         evidence = Evidence(self.roster, self._reader, lanes)
         sights = Sights(self.roster, self._reader, lanes)
         self._judge = Judge(group, self.roster, self._reader, evidence, sights)
-        self._minds = Recogniser(group, self._judge, evidence, sights, self._reader, self.roster)
+        self._minds = Recogniser(group, self._judge, evidence, sights, self._reader, self.roster, allowance)
         self._plan: Plan | None = None
         self._look_at = 0      # messages kept from which on a long search is made again
         self._looked = self._newest = self._now = 0  # when: the last long search, the newest message, now; ns
         self._news = False
         self._told: set[int] = set()  # the tag of which `_tell` has said something
+        self._crowds: set[tuple[int, int]] = set()  # nodes between which flows were refused
 
     def _look_again(self) -> None:
         """Decisions were taken back: the search begins again."""
@@ -121,6 +132,24 @@ class Follower:
         for connection in self.roster.open(lane):
             for tag, blueprint, meta in self.ledger.log:
                 self.placer.use(connection, tag, blueprint, meta)
+
+    def refuse(self, ends: tuple[int, int], announces: bool) -> bool:
+        """Whether one more flow between two nodes is not looked at, as too many are there; this is said once."""
+        if not self.roster.crowded(ends, announces):
+            return False
+        self._tell_crowd(ends, _CROWDED.format(self.roster.most(ends)))
+        return True
+
+    def full(self, most: int) -> None:
+        """A flow of the group is not looked at, as `most` are followed; this is said once."""
+        self._tell_crowd((-1, -1), _FULL.format(most))
+
+    def _tell_crowd(self, ends: tuple[int, int], reason: str) -> None:
+        if ends not in self._crowds:
+            self._crowds.add(ends)
+            edge = self.roster.first(ends)
+            link = (-1, -1) if edge is None else (edge.sender, edge.receiver)
+            self.ledger.say((self.ledger.tag,), reason, link)
 
     def closed(self, lane: Lane) -> tuple[int, int] | None:
         """A flow has ended; its (sender, receiver) if it was a connection of the group."""
@@ -145,7 +174,7 @@ class Follower:
             if lane.loose > _MOST_LOOSE:
                 self.placer.leave(lane)
                 return
-        if self._keeper.count <= _EAGER:
+        if self._keeper.count <= _EAGER and not self._allowance.short:
             self.advance()
         else:
             self.dirty = True
@@ -161,6 +190,7 @@ class Follower:
         if row[n.L_NEXT] < 0:
             number = kept.first & 0xFFFFFF
             if number > (_LATE_START if self.ledger.first == 0 else 0):
+                self.roster.touch()
                 edge = self.roster.edge(lane)
                 if edge is not None and self.roster.lacks(lane) and self.roster.announced(lane, kept)[1] != P2P_SLOT:
                     what = _LATE.format(number, lane.pair, lane.destination)
@@ -207,11 +237,14 @@ class Follower:
         self.dirty = False
         while self.ledger.lost is None and self._decide():
             pass
+        self.dirty = self.dirty or self._allowance.short
 
     def _decide(self) -> bool:
         self.roster.touch()
         self.placer.bind()
         self.roster.touch()
+        if self._allowance.short:
+            return False  # it is not known yet which flow is what
         if any(isinstance(event, Message) for event in self.ledger.events):
             self.dirty = True  # what it says may decide how the planner answers
             return False

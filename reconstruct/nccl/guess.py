@@ -23,6 +23,7 @@ from reconstruct.nccl.split import Collective, Communicator
 __all__ = ["Guess", "Seen", "guess"]
 
 _MOST_PLANS = 20_000  # plans that one call may make: a few milliseconds per hundred
+_MOST_OF_ONE = 2500   # the same for one kind, algorithm, protocol, root and element size
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,18 @@ class Guess:
         return self.least == self.bytes
 
 
-def guess(comm: Communicator, group: NcclGroup, seen: Sequence[Seen]) -> list[Guess]:
+def guess(
+    comm: Communicator, group: NcclGroup, seen: Sequence[Seen], *, most: int = _MOST_PLANS,
+    made: Callable[[int], None] = lambda count: None,
+) -> list[Guess]:
     """Every collective of unknown size that the communicator's next messages can be; [] if nothing explains them.
 
     seen: connections of the group from `group.edges`, all at the same boundary, each with all messages since.
     Collectives issued alone, one at a time, are looked for; a group of several is not. A guess whose `used` is {} says
     that the messages can be the beginning of more than was seen, or of too many things to try.
+    most: plans that may be made; made: told how many were.
     """
-    left = _MOST_PLANS
+    left = most
     result: dict[tuple[object, ...], Guess] = {}
     for protocol in group.protocols:
         for kind, algorithm in [*((ALLREDUCE, a) for a in group.algorithms), (BROADCAST, RING), (ALLGATHER, RING)]:
@@ -78,10 +83,11 @@ def guess(comm: Communicator, group: NcclGroup, seen: Sequence[Seen]) -> list[Gu
             for root, lines, silent in _roles(kind, algorithm, seen):
                 for itemsize in _itemsizes(kind, algorithm, protocol):
                     call = Collective(kind, algorithm, protocol, 1, itemsize)
-                    search = Search(comm, call, lines(), min(left, _MOST_PLANS // 8))
+                    search = Search(comm, call, lines(), min(left, _MOST_OF_ONE))
                     if search.possible():
                         left += search.solve()
                         _report(search, silent, root, result)
+    made(most - left)
     return list(result.values())
 
 

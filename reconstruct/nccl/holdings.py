@@ -37,6 +37,8 @@ class Kept:
     store: Landing | None = None
     announced: tuple[int, int] = (-1, -1)
     """Sender's rank and room, from the CTS entry that announced it, once that was found."""
+    looked: int = -1
+    """Version of the entries (`Notices.version`) that it was looked for among last."""
     dropped: bool = False
     """Its bytes were seen and not kept."""
     numbers: dict[int, np.ndarray] = field(default_factory=dict)

@@ -32,8 +32,8 @@ __all__ = ["FAR", "KINDS", "Known", "Ledger"]
 KINDS = {REDUCTION: ALLREDUCE, COPY: BROADCAST, ALLGATHER: 2}
 """The schedule's kinds -> those of `reconstruct.decoder.Request`."""
 FAR = 16
-"""Collectives that a lane must be ahead of one whose end it never showed; after so many a connection that showed nothing
-is taken for one that the mirrors do not have."""
+"""Collectives that a lane must be ahead of one whose end it never showed; after so many a connection that showed
+nothing is taken for one that the mirrors do not have."""
 
 
 @dataclass(slots=True, eq=False)

@@ -52,8 +52,10 @@ class Lane:
     """(number of the connection, which of its queue pairs), once that is known."""
     mtu: int = 0
     sender: int = -1
-    named: int = -1
+    told: int = -1
     """The connection that the set-up traffic named its queue pair as, by number."""
+    named: int = -1
+    """The same, as long as its announcements do not say otherwise."""
     seen: bool = False
     """Something of it was seen since the group was added."""
     loose: int = 0
@@ -96,7 +98,6 @@ class Lanes:
         self._free_entries = list(range(4 * most))[::-1]
         self._free_cts = list(range(most))[::-1]
         self.handle = handle(*self.state)
-        self.room = True
 
     def _replace(self, **arrays: np.ndarray) -> None:
         self.state = self.state._replace(**arrays)
@@ -120,7 +121,6 @@ class Lanes:
     def open(self, flow: int, ends: tuple[int, int], attached: int, endian: int) -> Lane | None:
         """A lane for a flow; None if there is no room."""
         if not self._free_lanes:
-            self.room = False
             return None
         index = self._free_lanes.pop()
         row = self.state.lanes[index]
@@ -169,15 +169,13 @@ class Lanes:
         self._free_cts.append(row)
         self.state.status[flow], self.state.owner[flow] = status, -1
 
-    def announced_by(self, flows: list[int], message: Kept) -> list[tuple[int, int, int, int]]:
-        """(flow, tag, room, number) of the CTS entries, of those that `flows` brought last, whose slot a message goes
-        to: sender's rank, bytes, number of the message on the connection, from 1."""
+    def announced_by(self, flows: list[int], message: Kept) -> np.ndarray:
+        """int64[n, 3], (place in `flows`, tag, number) of the CTS entries, of those that `flows` brought last, whose
+        slot a message goes to: tag is the sender's rank, number that of the message on the connection, from 1."""
         kept = self.state.cts[self.state.owner[flows]].reshape(-1, n.CTS_WORDS)
         inside = message.address - kept[:, n.C_ADDRESS]  # a piece of a split message lies behind the start
         found = np.flatnonzero((inside >= 0) & (inside < kept[:, n.C_ROOM]) & (kept[:, n.C_RKEY] == message.rkey))
-        return [
-            (flows[at // n.CTS_KEPT], *kept[at, [n.C_TAG, n.C_ROOM, n.C_INDEX]].tolist()) for at in found.tolist()
-        ]
+        return np.stack([found // n.CTS_KEPT, kept[found, n.C_TAG], kept[found, n.C_INDEX]], 1)
 
     # Entries
 

@@ -43,6 +43,7 @@ class Placer:
     def leave(self, lane: Lane) -> None:
         """The flow is no connection of this group, or not to be believed."""
         self._keeper.forget(lane)
+        self._roster.leave(lane)
         self._lanes.stop(lane)
 
     def bind(self) -> None:
@@ -52,9 +53,8 @@ class Placer:
             self.leave(lane)  # of another communicator, or of send and receive
         for lanes, numbers in groups if self._ledger.log else []:
             connections = {number: self._roster.connections[number] for number in numbers}
-            for lane in lanes:
-                if self._reader.strange(lane, connections.values()):
-                    self.leave(lane)
+            for lane in self._reader.strange(lanes, connections):
+                self.leave(lane)
             lanes = [lane for lane in lanes if lane.queue]
             for apart in (False, True) if self._reader.apart is None else (self._reader.apart,):
                 match = self._reader.match(lanes, connections, None, apart)
@@ -223,7 +223,7 @@ class Placer:
             if known.tag >= first and known.landing is not None:
                 known.landing.condemn()
         self._ledger.say(tuple(range(first, max(first, self._ledger.tag) + 1)), reason)
-        for lane in self._roster.lanes:
+        for lane in list(self._roster.lanes):
             self.leave(lane)
 
     def retire(self, below: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reconstruct.nccl.allowance import Allowance
-from reconstruct.nccl.binding import Connection, Reader, first_of
+from reconstruct.nccl.binding import Connection, Fit, Reader, first_of
 from reconstruct.nccl.blueprint import Blueprint
 from reconstruct.nccl.evidence import Evidence
 from reconstruct.nccl.group import Edge, NcclGroup
@@ -152,7 +152,7 @@ class Recogniser:
         if len({tuple(self._used(made)) for made in found}) != 1:
             return None
         behind = self._sights.look(found[0])
-        if not any(self._begins(blueprint, behind, start) for blueprint in named):
+        if not any(self._begins(blueprint, behind, start, True) for blueprint in named):
             return None
         return Reading(found[0].call.kind, _least_bytes(found[0]), found[0], bool(self._reader.apart))
 
@@ -270,11 +270,18 @@ class Recogniser:
 
     def _passed(self, connection: Connection, blueprint: Blueprint) -> bool:
         """Whether all lanes of a connection, of which messages are missing, are beyond a collective."""
-        fits = [
+        fits = self._lane_fits(connection, blueprint)
+        return bool(fits) and all(fit is not None and fit.later for fit in fits)
+
+    def _allowed(self, connection: Connection, blueprint: Blueprint) -> bool:
+        """Whether no lane of a connection contradicts that a collective comes next."""
+        return all(fit is not None for fit in self._lane_fits(connection, blueprint))
+
+    def _lane_fits(self, connection: Connection, blueprint: Blueprint) -> list[Fit | None]:
+        return [
             self._reader.fit(lane, connection, pair, connection.phase, blueprint, bool(self._reader.apart))
             for pair, lane in connection.lanes.items()
         ]
-        return bool(fits) and all(fit is not None and fit.later for fit in fits)
 
     def _takes(self, option: Reading, sights: list[Sight]) -> tuple[int, ...]:
         parts = [option.blueprint.part(sight.edge) for sight in sights]
@@ -317,8 +324,11 @@ class Recogniser:
             found += [] if far is None else [far + 1]
         return min(found, default=None)
 
-    def _begins(self, blueprint: Blueprint, sights: list[Sight], start: tuple[int, ...]) -> bool:
-        """Whether an all-reduce fits from `start` on, and something speaks for it; nothing else may begin before."""
+    def _begins(
+        self, blueprint: Blueprint, sights: list[Sight], start: tuple[int, ...], unseen: bool = False
+    ) -> bool:
+        """Whether an all-reduce fits from `start` on, and something speaks for it; nothing else may begin before.
+        unseen: the sights begin behind a collective of which nothing was seen."""
         began: list[int] = []
         later: list[int] = []
         speaks = False
@@ -328,6 +338,8 @@ class Recogniser:
                 if a not in (-1, b):
                     return False
                 speaks = speaks or a > 0
+            if at == 0 and not unseen and not self._allowed(sight.connection, blueprint):
+                return False  # also by what lies beyond a gap
             first = sight.starts[at] if at < len(sight.starts) else None
             if first is not None:
                 (later if part is None else began).append(first[1].time)

@@ -8,12 +8,14 @@ from reconstruct.nccl.binding import Bound, Connection
 from reconstruct.nccl.group import Edge, NcclGroup, edges
 from reconstruct.nccl.holdings import Kept
 from reconstruct.nccl.lanes import Lane, Lanes
+from reconstruct.nccl.notices import Notices
 from reconstruct.nccl.schedule import P2P_SLOT
 
 __all__ = ["Roster"]
 
 Loose = tuple[list[tuple[list[Lane], list[int]]], list[Lane]]
 _ANNOUNCED = 16  # messages of a lane that are looked for among CTS entries
+_OTHERS = 64     # queue pairs from one node to another that may be unknown, beside four for each that is needed
 
 
 class Roster:
@@ -22,6 +24,9 @@ class Roster:
     def __init__(self, group: NcclGroup, lanes: Lanes) -> None:
         self.group = group
         self.lanes: list[Lane] = []
+        """Those that may show something."""
+        self.left: set[Lane] = set()
+        """Those of which nothing is believed any more."""
         self.connections = [Connection(edge) for edge in edges(group)]
         self.links: set[tuple[int, int]] = set()
         """(sender, receiver) of every connection that was seen."""
@@ -41,12 +46,18 @@ class Roster:
             if (channel, sender, receiver) in places
         }
         self._followed: set[tuple[int, int]] = set()
-        self._cts: dict[tuple[int, int], list[int]] = {}
+        self._notices: dict[tuple[int, int], Notices] = {}
+        self._undecided: dict[tuple[int, int], int] = {}
+        self._stale = True
         self._loose: Loose | None = None
 
     def open(self, lane: Lane) -> list[Connection]:
         """A flow between two nodes; returns the connections that are watched from now on."""
         self.lanes.append(lane)
+        self._undecided[lane.ends] = self._undecided.get(lane.ends, 0) + 1
+        lane.told = self._named.get((normal(lane.destination), lane.pair), -1)
+        if lane.told not in self._between.get(lane.ends, ()):
+            lane.told = -1
         fresh = []
         for ends in (lane.ends, lane.ends[::-1]):
             if ends not in self._followed:
@@ -56,32 +67,56 @@ class Roster:
 
     def close(self, lane: Lane) -> Edge | None:
         """A flow has ended; the connection that it was of."""
-        self.lanes.remove(lane)
+        self.leave(lane)
+        self.left.remove(lane)
         if lane.place is None:
             return None
         connection = self.connections[lane.place[0]]
         del connection.lanes[lane.place[1]]
         return connection.edge
 
+    def leave(self, lane: Lane) -> None:
+        """Nothing of a lane is believed any more."""
+        if lane not in self.left:
+            self.lanes.remove(lane)
+            self.left.add(lane)
+            self._undecided[lane.ends] -= lane.place is None
+
+    def most(self, ends: tuple[int, int]) -> int:
+        """Queue pairs from one node to another of which it may be unknown what they are; as many may announce."""
+        both = (*self._between.get(ends, ()), *self._between.get(ends[::-1], ()))
+        return _OTHERS + 4 * self.group.qps * len(both)
+
+    def crowded(self, ends: tuple[int, int], announces: bool) -> bool:
+        """Whether one more queue pair is too many: each may have to be compared with every connection."""
+        if announces:
+            return ends in self._notices and len(self._notices[ends].flows) >= self.most(ends)
+        return self._undecided.get(ends, 0) >= self.most(ends)
+
     def announces(self, flow: int, ends: tuple[int, int]) -> None:
         """A flow that brings CTS entries from node ends[0] to node ends[1]."""
-        self._cts.setdefault(ends, []).append(flow)
+        self._notices.setdefault(ends, Notices()).flows.append(flow)
 
     def silent(self, flow: int) -> None:
         """A flow of CTS entries is over."""
-        for flows in self._cts.values():
-            if flow in flows:
-                flows.remove(flow)
+        for notices in self._notices.values():
+            if flow in notices.flows:
+                notices.flows.remove(flow)
+        self._stale = True
 
     def cts_flows(self) -> list[int]:
         """All flows that bring CTS entries."""
-        return [flow for flows in self._cts.values() for flow in flows]
+        return [flow for notices in self._notices.values() for flow in notices.flows]
 
     def edge(self, lane: Lane) -> Edge | None:
         """The connection of a lane; where it is not known yet, the first one between its nodes."""
         if lane.place is not None:
             return self.connections[lane.place[0]].edge
-        numbers = self._between.get(lane.ends, [])
+        return self.first(lane.ends)
+
+    def first(self, ends: tuple[int, int]) -> Edge | None:
+        """The first connection from one node to another."""
+        numbers = self._between.get(ends, [])
         return self.connections[numbers[0]].edge if numbers else None
 
     def lacks(self, lane: Lane) -> bool:
@@ -94,7 +129,7 @@ class Roster:
 
     def gone(self) -> list[Connection]:
         """Connections of which something was seen and nothing is followed: they ended, or lost their beginning."""
-        loose = {lane.ends for lane in self.lanes if lane.place is None}
+        loose = {lane.ends for lanes in (self.lanes, self.left) for lane in lanes if lane.place is None}
         return [
             self.connections[number]
             for ends, numbers in self._between.items()
@@ -104,12 +139,19 @@ class Roster:
 
     def announced(self, lane: Lane, kept: Kept) -> tuple[int, int]:
         """(sender's rank, room) that a CTS entry gave for a message of a lane; (-1, -1) if none was seen."""
-        flows = self._cts.get(lane.ends[::-1])
-        if kept.announced[0] < 0 and kept.length >= 0 and flows:
-            found = self._lanes.announced_by(flows, kept)
-            if found:
-                kept.announced = found[0][1:3]
+        self._look()
+        notices = self._notices.get(lane.ends[::-1])
+        if kept.announced[0] < 0 and kept.length >= 0 and notices is not None and kept.looked != notices.version:
+            kept.looked = notices.version
+            kept.announced = notices.find(kept) or kept.announced
         return kept.announced
+
+    def _look(self) -> None:
+        """Take what has been announced."""
+        if self._stale:
+            self._stale = False
+            for notices in self._notices.values():
+                notices.look(self._lanes.state)
 
     def pair_up(self, connection: Connection, lane: Lane) -> None:
         """Find out where the CTS entries of a connection come, and how they are numbered, by kept messages of its lane.
@@ -117,21 +159,21 @@ class Roster:
         Memory keys of several machines may be alike: only one flow, between the same two interfaces, may fit.
         """
         row = self._lanes.state.lanes[lane.index]
+        notices = self._notices.get(lane.ends[::-1])
+        if row[n.L_CTS] >= 0 or notices is None or not lane.queue:
+            return
         flows = [
             flow
-            for flow in self._cts.get(lane.ends[::-1], ())
+            for flow in notices.flows
             if self._lanes.flows.endpoint_src(flow)[0] == lane.destination
             and self._lanes.flows.endpoint_dst(flow)[0] == lane.source
         ]
-        if row[n.L_CTS] >= 0 or not flows:
-            return
-        for kept in lane.queue[:2]:
-            found = [one for one in self._lanes.announced_by(flows, kept) if kept.length > 0]
-            if found and {one[:2] for one in found} == {(found[0][0], connection.edge.sender)}:
-                row[n.L_CTS] = self._lanes.state.owner[found[0][0]]
+        for kept in lane.queue[:2] if flows else ():
+            found = self._lanes.announced_by(flows, kept)
+            if kept.length > 0 and len(found) and (found[:, :2] == (found[0, 0], connection.edge.sender)).all():
+                row[n.L_CTS] = self._lanes.state.owner[flows[found[0, 0]]]
                 if connection.announced < 0 and self.group.qps == 1 and kept.first == row[n.L_NEXT]:
-                    number = max(number for *_, number in found)
-                    connection.announced = number - 1 - connection.reached(0)
+                    connection.announced = int(found[:, 2].max()) - 1 - connection.reached(0)
                 return
 
     def sender(self, lane: Lane) -> int:
@@ -142,8 +184,8 @@ class Roster:
         return lane.sender
 
     def touch(self) -> None:
-        """Lanes have changed: `loose` must look at them again."""
-        self._loose = None
+        """Lanes have changed, or time has passed: `loose` and `announced` must look again."""
+        self._loose, self._stale = None, True
 
     def loose(self) -> Loose:
         """(lanes without a place that show something with the connections that they can be of, by sender; lanes that
@@ -161,7 +203,9 @@ class Roster:
             elif lane.place is None and lane.queue:
                 senders = self._senders.get(lane.ends, set())
                 sender = next(iter(senders)) if len(senders) == 1 else self.sender(lane)
-                lane.named = self._told(lane, sender)
+                lane.named = lane.told
+                if lane.told >= 0 and sender not in (-1, self.connections[lane.told].edge.sender):
+                    lane.named = -1
                 groups.setdefault((lane.ends, sender), []).append(lane)
         result = []
         for (ends, sender), lanes in groups.items():
@@ -176,12 +220,6 @@ class Roster:
             else:
                 strangers += lanes
         return result, strangers
-
-    def _told(self, lane: Lane, sender: int) -> int:
-        """The connection that the set-up named a lane's queue pair as, unless its announcements say otherwise; -1."""
-        number = self._named.get((normal(lane.destination), lane.pair), -1)
-        fits = number in self._between.get(lane.ends, ()) and sender in (-1, self.connections[number].edge.sender)
-        return number if fits else -1
 
     def unsettled(self) -> bool:
         """Whether lanes without a place show something while connections that they can be of lack their lanes: then
@@ -205,6 +243,7 @@ class Roster:
         connection.lanes[place.pair] = lane
         connection.done.setdefault(place.pair, 0)
         lane.place = place.connection, place.pair
+        self._undecided[lane.ends] -= 1
         self.touch()
         edge = connection.edge
         row[n.L_SENDER] = edge.sender

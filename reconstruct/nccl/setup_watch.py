@@ -49,6 +49,7 @@ class SetupWatcher:
         self.bytes = 0
         self._heads, self._flows, self._most_bytes = heads, heads.flows, most_bytes
         self._ways: dict[int, _Way] = {}
+        self._numbers: dict[int, list[int]] = {}  # id of a stream -> its flows
         self._kept: OrderedDict[int, SetUpStream] = OrderedDict()  # by id, those to forget first at the front
 
     def feed(self, spans: Spans) -> None:
@@ -102,10 +103,13 @@ class SetupWatcher:
         stream = SetUpStream(self._flows.endpoint_src(number), self._flows.endpoint_dst(number))
         self._kept[id(stream)] = stream
         self._ways[number] = _Way(stream, True, boundary=HELLO)
+        self._numbers[id(stream)] = [number]
         self._heads.marks[number] |= SETUP
         peer = int(self._flows.peer[number])
         if peer >= 0:
+            self._release(peer)
             self._ways[peer] = _Way(stream, False)
+            self._numbers[id(stream)].append(peer)
             self._heads.marks[peer] |= SETUP
         if len(self._kept) > _MOST_STREAMS:
             self._drop(next(iter(self._kept.values())))
@@ -143,7 +147,7 @@ class SetupWatcher:
         self.dropped += 1
         del self._kept[id(stream)]
         self.bytes -= len(stream.forward) + len(stream.backward)
-        for number in [number for number, way in self._ways.items() if way.stream is stream]:
+        for number in list(self._numbers.pop(id(stream))):
             self._release(number)
 
     def _forget(self, number: int) -> None:
@@ -153,5 +157,7 @@ class SetupWatcher:
         self._release(number)
 
     def _release(self, number: int) -> None:
-        self._ways.pop(number, None)
+        way = self._ways.pop(number, None)
+        if way is not None and id(way.stream) in self._numbers:
+            self._numbers[id(way.stream)].remove(number)
         self._heads.clear(number, SETUP)
