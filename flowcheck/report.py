@@ -46,11 +46,16 @@ def status_text(status: Mapping[str, Any]) -> str:
             f"memory {job['memory_bytes'] / 1e6:.1f} MB"
         )
     lines.append(f"captured {status['packets']} packets, {status['bytes'] / 1e6:.1f} MB, {status['drops']} dropped")
-    loss = status.get("loss")  # a daemon that only observes has a report of its own
-    if loss is not None and loss["likely"]:
+    loss = status.get("loss")  # empty at first; a daemon that only observes has a report of its own
+    if loss and loss["likely"]:
         sums = ", ".join(f"{cause} {size_text(count)}" for cause, count in loss["bytes"].items() if count)
         lines.append(f"lost: {sums}. {loss['likely']}")
         lines.append(f"  do: {loss['remedy']}")
+    if loss:
+        refused = {name: counts["refused"] for name, counts in loss["checksums"].items() if counts["refused"]}
+        if refused:
+            counts = " and ".join(f"{count} by {name.upper()}" for name, count in refused.items())
+            lines.append(f"refused as damaged: frames with a wrong checksum, {counts}; the log says what to do")
     for source in status["sources"]:
         for name, spec in source["faults"].get("specs", {}).items():
             lines.append(f"FAULTS ARE INJECTED into {name}: {spec}: this is a rehearsal")

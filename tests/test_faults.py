@@ -274,9 +274,12 @@ def test_the_command_line_is_loud_about_faults(tmp_path: Path) -> None:
         assert message in result.output
 
 
-def test_status_shows_that_this_is_a_rehearsal() -> None:
+def test_status_shows_that_this_is_a_rehearsal_and_what_came_damaged() -> None:
     source = FaultSource(MemorySource([], 1), {STREAM: (0, Faults(drop=0.5))})
     status = {"jobs": [], "run": None, "packets": 0, "bytes": 0, "drops": 0, "failure": None,
-              "loss": {"likely": ""}, "remote": None, "version": "0",
+              "loss": {"likely": "", "checksums": {"tcp": {"refused": 0}, "icrc": {"refused": 3}}},
+              "remote": None, "version": "0",
               "sources": [{"faults": source.faults()}, {"faults": {}}]}  # fmt: skip
-    assert "FAULTS ARE INJECTED into mon0: drop=0.5: this is a rehearsal" in status_text(json.loads(json.dumps(status)))
+    text = status_text(json.loads(json.dumps(status)))
+    assert "FAULTS ARE INJECTED into mon0: drop=0.5: this is a rehearsal" in text
+    assert "refused as damaged: frames with a wrong checksum, 3 by ICRC;" in text
