@@ -60,7 +60,9 @@ SELECTION: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SELECTION)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=pytest.mark.slow) if shape == "4 nodes" else shape for shape in SELECTION]
+)
 def test_jobs_over_nccl_are_followed_bit_for_bit(shape: str, tmp_path: Path) -> None:
     """Over RoCE and over sockets, with NCCL's log and without: a problem's first word is its job."""
     jobs = [

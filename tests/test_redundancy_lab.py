@@ -43,7 +43,9 @@ def train(folder: Path, network: str, fault: str) -> tuple[Outcome, dict[str, An
     return outcome, answer
 
 
-@pytest.mark.parametrize("network", list(NETWORKS))
+@pytest.mark.parametrize(
+    "network", ["gloo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("roce", "sockets"))]
+)
 def test_what_one_of_two_copies_lost_costs_nothing(network: str, tmp_path: Path, allowed: None) -> None:
     outcome, answer = train(tmp_path, network, "drop=0.01,seed=3")
     (source,) = answer["sources"]

@@ -49,6 +49,7 @@ def digest_of_file(path: Path) -> tuple[int, str]:
     return state["step"], flowcheck.digest(model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_hundred_restores_under_load(tmp_path: Path) -> None:
     config = LabConfig(
         command=(CASES, str(tmp_path), "gpt"),

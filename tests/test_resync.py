@@ -98,7 +98,7 @@ def run(case: int, *, known: bool, rate: float, steps: int = 30) -> tuple[Traini
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["losses", "joined late"])
-@pytest.mark.parametrize("block", [*range(6), *(pytest.param(i, marks=pytest.mark.slow) for i in range(6, 60))])
+@pytest.mark.parametrize("block", [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 60))])
 def test_everything_becomes_known_with_the_trainers_bits(
     known: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
