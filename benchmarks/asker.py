@@ -29,6 +29,7 @@ class Asker:
         self._epochs = itertools.count(1)
         self._numbers = itertools.count(1)
         self._owed: dict[bytes, set[int]] = {}
+        self._over: set[int] = set()  # epochs whose jobs have ended
         self._parts: dict[str, Any] = {}
         self.server = Server(self, [address])  # type: ignore[arg-type]
 
@@ -43,7 +44,7 @@ class Asker:
         return _Attach(description.run, next(self._epochs))
 
     def agent(self, peer: bytes, run: str, epoch: int | None, rank: int, step: int) -> None:
-        if epoch is not None:
+        if epoch is not None and epoch not in self._over:
             self._ask(peer, run, epoch)
 
     def agent_gone(self, peer: bytes) -> None:
@@ -55,7 +56,14 @@ class Asker:
         pieces, nbytes = self.given[run]
         self.given[run] = pieces + 1, nbytes + sum(map(len, sections.values()))
         self._owed[peer].discard(ask)
-        self._ask(peer, run, epoch)
+        if epoch not in self._over:
+            self._ask(peer, run, epoch)
+
+    def detach(self, run: str, epoch: int, step: int) -> None:
+        """The job ends: nothing more is asked, so that it waits for nobody."""
+        self._over.add(epoch)
+        for peer in list(self._owed):
+            self.server.tell(peer, "repair-done", run=run, epoch=epoch, step=step)
 
     def repair_refused(self, peer: bytes, run: str, epoch: int, ask: int, reason: str) -> None:
         self._owed[peer].discard(ask)
@@ -74,7 +82,7 @@ class Asker:
     def _nothing(self, *_: Any) -> None:
         """Told of what is of no use here."""
 
-    marker = layout = detach = link = compare_data = _nothing
+    marker = layout = link = compare_data = _nothing
 
 
 class _Attach:

@@ -200,9 +200,9 @@ class Desk:
                 continue
             if self._credit <= 0 or ask.taker.unsent > MOST_UNSENT:
                 break
-            started = time.thread_time()  # where others have the core meanwhile, that is no cost of the copy
+            started = time.perf_counter()
             nbytes = self._answer(optimizer, ask, step)
-            self._credit -= time.thread_time() - started
+            self._credit -= time.perf_counter() - started
             if nbytes < 0:
                 break
             self._copied += max(1, nbytes)

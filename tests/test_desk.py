@@ -22,8 +22,6 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    thread_time = perf_counter
-
 
 class State:
     """Stands in for `LiveState`: a key names the ms that copying it takes, a part has `hi` bytes."""
