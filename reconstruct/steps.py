@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from flowcheck.description import JobDescription
@@ -90,7 +91,8 @@ class StepTracker:
         self._late: deque[tuple[Marker, int]] = deque()  # of steps that were claimed without them
         self._hyper = HyperParameters(description, predictor)
         self._linked = True  # the connection that markers come on stands
-        self._last: int | None = None  # the trainers said that this is the last step
+        self._last: int | None = None  # the trainers said that this is the last step ...
+        self._over: int | None = None  # ... and since when that is known, ns
         self._silent = False  # markers stopped coming: do not wait for each
         self._guesses = Guesses()
         self._handed = HandedOut()
@@ -210,7 +212,7 @@ class StepTracker:
 
     def poll(self, now: int, final: bool = False) -> list[TrackerEvent]:
         """Every step that can be handed out now. final: nothing more will come, wait for nothing."""
-        waits = NO_WAITS if final else self._waits
+        waits = NO_WAITS if final else self._waiting(now)
         while self._late and self.lost is None and now - self._late[0][1] > waits.traffic:
             self._confirm_late(self._late.popleft()[0])
         while self.lost is None and self._next(now, waits):
@@ -226,6 +228,15 @@ class StepTracker:
                 self._decoder.retire(self.group, self._table.dropped)
         events, self._events = self._events, []
         return events
+
+    def _waiting(self, now: int) -> Waits:
+        """How long to wait now. Where nothing follows the last step, trainers that end wait for what it lacks: what the
+        mirror has not shown a while after their last word is asked of them instead."""
+        if self._last is not None and self._over is None:
+            self._over = now
+        if self._over is None or now - self._over <= self._waits.traffic:
+            return self._waits
+        return replace(self._waits, patience=self._waits.traffic)
 
     def _next(self, now: int, waits: Waits) -> bool:
         """Try the next step; True when it was handed out."""

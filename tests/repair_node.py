@@ -43,7 +43,7 @@ class Wire:
     ident = 1
     over = False
     failure = None
-    loss = SimpleNamespace(status={"bytes": {}, "likely": None, "remedy": None})
+    loss = SimpleNamespace(status={})  # as before the first look
 
     def __init__(self) -> None:
         self.pipeline = SimpleNamespace(

@@ -422,3 +422,18 @@ def test_a_flood_of_reductions_without_a_step_is_bounded(canaries: int) -> None:
     ]
     assert follower.pipeline.gloo.counters["memory_bytes"] < 1 << 20
     assert not any(isinstance(e, StepReady) and e.step == 2 and e.blank for e in follower.events)
+
+
+@pytest.mark.parametrize(
+    ("over", "quiet", "story"), [(True, SECOND, "..x"), (False, SECOND, ".."), (False, 20 * SECOND, "..x")]
+)
+def test_once_the_training_is_over_what_is_missing_is_not_waited_for_long(over: bool, quiet: int, story: str) -> None:
+    """Nothing of the last step is seen. Trainers that end wait a moment for a daemon that asks them for it."""
+    job = trained(2)
+    job.reduction(lost=[0, 1])
+    job.optimizer_step()
+    if over:
+        job.last_word()
+    follower = Follower(job).run(quiet=quiet, final=False)
+    follower.verify()
+    assert follower.story == story
